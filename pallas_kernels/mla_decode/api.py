@@ -1,0 +1,183 @@
+"""Paged MLA attention: the public function and the table of its implementations."""
+
+from collections.abc import Callable
+from importlib import import_module
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+
+KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
+
+# Name -> module and function. Imported at first use: the GPU backends need packages that a CPU machine may lack.
+# Every function takes what `mla_decode` takes, less `implementation`, and raises NotImplementedError with the reason,
+# at trace time, when it cannot serve.
+IMPLEMENTATIONS = {
+    "mosaic": ("pallas_kernels.mla_decode.mosaic_gpu", "mla_decode_mosaic"),
+    "triton": ("pallas_kernels.mla_decode.triton", "mla_decode_triton"),
+    "xla": ("pallas_kernels.mla_decode.reference", "mla_decode_xla"),
+}
+
+
+def preferred(platform: str, compute_capability: tuple[int, int]) -> tuple[str, ...]:
+    """Implementations to try, best first, on a device. `compute_capability` counts for "cuda" alone."""
+    if platform != "cuda":
+        return ("xla",)
+    if compute_capability[0] == 9:
+        return ("mosaic", "triton", "xla")
+    if compute_capability[0] >= 8:
+        return ("triton", "xla")
+    return ("xla",)
+
+
+def mla_decode(
+    q: Float[Array, "rows s_q heads qk_width"],
+    buffer: UInt8[Array, " total_bytes"],
+    source: ReadSource,
+    block_offset: Int32[Array, ""] | int,
+    *,
+    kv_dtype: DTypeLike,
+    row_width: int,
+    v_width: int,
+    sm_scale: float,
+    logit_cap: float | None = None,
+    q_start: Int32[Array, " rows"] | None = None,
+    implementation: str | None = None,
+) -> tuple[Float[Array, "rows s_q heads v_width"], Float[Array, "rows s_q heads"]]:
+    """MLA attention of new queries to the latent rows of their requests, K and V from the same row.
+
+    ``out = softmax(cap(sm_scale * q @ K^T)) @ V`` with K the first `qk_width` elements of a row, V its first `v_width`
+    (the absorbed form of DeepSeek-V2, arXiv:2405.04434, section 2.1). Accumulates in f32.
+
+    Args:
+      q: queries ``[q_nope @ W_uk, q_pe]``, qk_width = kv_lora_rank + qk_rope_head_dim. s_q is 1 for decode, a draft's
+        length for verify, a chunk for prefill and extend.
+      buffer: the whole byte pool. Seen as blocks of ``page_size * row_width`` elements, which must divide it.
+      source: where the rows of each request lie, and ``kv_start``, ``kv_end`` of each.
+      block_offset: int32 scalar added to every entry: the layer's block within a page's envelope.
+      kv_dtype: bfloat16, float32 or float8_e4m3fn. An fp8 row holds qk_width e4m3 values, then one f32 scale that
+        multiplies them (at byte qk_width, a multiple of 4), then padding up to row_width bytes.
+      row_width: elements of a stored row, at least qk_width.
+      v_width: width of V, at most qk_width.
+      sm_scale: multiplies the scores (1 / sqrt(qk_nope_head_dim + qk_rope_head_dim) for a plain MLA model).
+      logit_cap: if given, scores become ``logit_cap * tanh(scores / logit_cap)`` after scaling.
+      q_start: position of each row's first query, default ``kv_end - s_q``. Query i sits at ``q_start[b] + i`` and sees
+        the positions p with ``kv_start[b] <= p < kv_end[b]`` and ``p <= q_start[b] + i``. For right-padded chunks pass
+        ``kv_end - new_len``: the padding queries then see all of the row, so their results are finite and of no use.
+      implementation: "mosaic", "triton" or "xla". None takes the first that can serve of those preferred for the
+        default device.
+
+    Returns:
+      out in q.dtype, and lse f32: the natural log of the sum of exp(score) over visible positions. A query that sees
+      nothing gets out 0 and lse +inf. Results do not depend on bytes that no query of the row can see, NaN included,
+      nor on ids beyond a row's range; with one implementation the three kinds of source give bit-identical results
+      for the same rows. An entry that is negative or past the pool reads the padding page.
+
+    Raises:
+      ValueError: shapes, dtypes or sizes that do not fit each other, or an unknown implementation.
+      NotImplementedError: the named implementation cannot serve this call on this device; the text says why.
+    """
+    kv_dtype = jnp.dtype(kv_dtype)
+    _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start)
+    if implementation is None:
+        names = preferred(*_default_device())
+    elif implementation in IMPLEMENTATIONS:
+        names = (implementation,)
+    else:
+        raise ValueError(
+            f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
+    for name in names:
+        try:
+            return _load(name)(
+                q,
+                buffer,
+                source,
+                jnp.asarray(block_offset, jnp.int32),
+                kv_dtype=kv_dtype,
+                row_width=row_width,
+                v_width=v_width,
+                sm_scale=float(sm_scale),
+                logit_cap=None if logit_cap is None else float(logit_cap),
+                q_start=q_start,
+            )
+        except NotImplementedError:
+            if name == names[-1]:
+                raise
+    raise AssertionError("unreachable: the last implementation returns or raises")
+
+
+def _load(name: str) -> Callable[..., tuple[Array, Array]]:
+    module, function = IMPLEMENTATIONS[name]
+    try:
+        return getattr(import_module(module), function)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise NotImplementedError(f"implementation {name!r} cannot be imported here: {error}") from error
+
+
+def _default_device() -> tuple[str, tuple[int, int]]:
+    """Platform ("cuda", "rocm", "cpu", ...) and compute capability of the device that eager calls run on."""
+    device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    if device.platform != "gpu":
+        return device.platform, (0, 0)
+    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
+    if not (major.isdigit() and minor.isdigit()):  # an AMD device says "gfx..."
+        return "rocm", (0, 0)
+    return "cuda", (int(major), int(minor))
+
+
+def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) -> None:  # type: ignore[no-untyped-def]
+    if not isinstance(source, PageTable | TokenStream | VirtualPages):
+        raise ValueError(
+            f"source must be a PageTable, TokenStream or VirtualPages, got {type(source).__name__}"
+        )
+    if kv_dtype.name not in KV_DTYPES:
+        raise ValueError(f"kv_dtype must be one of {KV_DTYPES}, got {kv_dtype.name}")
+    if buffer.ndim != 1 or buffer.dtype != jnp.uint8:
+        raise ValueError(f"buffer must be uint8[total_bytes], got {buffer.dtype}{list(buffer.shape)}")
+    if q.ndim != 4 or not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"q must be floating [rows, s_q, heads, qk_width], got {q.dtype}{list(q.shape)}")
+    rows, s_q, heads, qk_width = q.shape
+    if min(s_q, heads, v_width) < 1 or not v_width <= qk_width <= row_width:
+        raise ValueError(
+            f"need s_q, heads >= 1 and 1 <= v_width <= qk_width <= row_width, got s_q {s_q}, heads {heads}, "
+            f"v_width {v_width}, qk_width {qk_width}, row_width {row_width}"
+        )
+    if kv_dtype.itemsize == 1 and (qk_width % 4 or row_width < qk_width + 4):
+        raise ValueError(
+            f"an fp8 row needs qk_width a multiple of 4 and room for an f32 scale behind it: got qk_width {qk_width}, "
+            f"row_width {row_width}"
+        )
+    ps = source.page_size
+    if ps < 1:
+        raise ValueError(f"page_size must be at least 1, got {ps}")
+    block = ps * row_width * kv_dtype.itemsize
+    if buffer.shape[0] == 0 or buffer.shape[0] % block:
+        raise ValueError(f"buffer of {buffer.shape[0]} bytes is no whole number of blocks of {block} bytes")
+    if buffer.shape[0] // block * ps >= 2**31:
+        raise ValueError(f"{buffer.shape[0] // block} blocks of {ps} rows: row ids would not fit int32")
+    lengths = {"kv_start": source.kv_start, "kv_end": source.kv_end}
+    if q_start is not None:
+        lengths["q_start"] = q_start
+    if isinstance(source, VirtualPages):
+        lengths["row_ids"] = source.row_ids
+    for name, value in lengths.items():
+        if value.shape != (rows,) or value.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32[{rows}] to match q, got {value.dtype}{list(value.shape)}")
+    match source:
+        case PageTable():
+            ids, good = {"table": source.table}, source.table.ndim == 2 and source.table.shape[0] == rows
+        case TokenStream():
+            ids, good = {"ids": source.ids, "indptr": source.indptr}, source.indptr.shape == (rows + 1,)
+        case VirtualPages():
+            ids, good = {"req_to_page": source.req_to_page, "v2p": source.v2p}, source.req_to_page.ndim == 2
+    shown = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in ids.items())
+    if not good or any(value.size == 0 or value.dtype != jnp.int32 for value in ids.values()):
+        raise ValueError(f"{type(source).__name__} for {rows} rows does not fit or is not int32: {shown}")
+    if logit_cap is not None and not logit_cap > 0:
+        raise ValueError(f"logit_cap must be positive, got {logit_cap}")
