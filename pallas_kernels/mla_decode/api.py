@@ -77,7 +77,8 @@ def mla_decode(
       for the same rows. An entry that is negative or past the pool reads the padding page.
 
     Raises:
-      ValueError: shapes, dtypes or sizes that do not fit each other, or an unknown implementation.
+      ValueError: shapes, dtypes or sizes that do not fit each other, or an unknown implementation. TypeError: a source
+        of another class.
       NotImplementedError: the named implementation cannot serve this call on this device; the text says why.
     """
     kv_dtype = jnp.dtype(kv_dtype)

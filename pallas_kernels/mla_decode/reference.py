@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt8
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
 _CHUNK_BYTES = 32 << 20  # f32 KV rows and scores of one chunk stay within this
-_MIN_CHUNK, _MAX_CHUNK = 32, 1024
+_MIN_CHUNK, _MAX_CHUNK = 32, 256
 
 # f32 products on every backend: the default precision of a GPU would round the operands to TF32.
 _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
