@@ -1,0 +1,111 @@
+"""The arithmetic of translation, as plain functions on int32 scalars or arrays.
+
+The XLA reference and the Mosaic GPU kernels call the same functions, so that tests on a CPU hold for both. Divisions
+here see no negative number: the sign is tested first, because floor and truncation differ below zero (-1 // 1).
+
+Names: ps = page_size (tokens a page), B = blocks_per_page. A virtual page v lies in physical page v2p[v]; its
+kernel-facing entry is v2p[v] * B, and token offset o of it has the kernel-facing id v2p[v] * B * ps + o.
+"""
+
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Int: TypeAlias = int | jax.Array
+Granularity: TypeAlias = Literal["page", "token"]
+
+
+def divide(x: Int, by: int) -> jax.Array:
+    """x // by for x >= 0; a shift where `by` is a power of two."""
+    x = jnp.asarray(x)
+    if by & (by - 1) == 0:
+        return lax.shift_right_logical(x, jnp.full_like(x, by.bit_length() - 1)) if by > 1 else x
+    return lax.div(x, jnp.full_like(x, by))
+
+
+def remainder(x: Int, by: int) -> jax.Array:
+    """x % by for x >= 0."""
+    x = jnp.asarray(x)
+    if by & (by - 1) == 0:
+        return jnp.bitwise_and(x, jnp.full_like(x, by - 1))
+    return lax.rem(x, jnp.full_like(x, by))
+
+
+def in_range(page: Int, num_rows: int) -> jax.Array:
+    """Page, or the padding page 0 where it is negative or past the table."""
+    return jnp.where((page < 0) | (page >= num_rows), 0, page)
+
+
+def page_of_word(word: Int, page_size: int, granularity: Granularity) -> jax.Array:
+    """Virtual page of a request table's word: the word itself, or the page of the token id that it holds."""
+    if granularity == "page":
+        return jnp.maximum(word, 0)
+    return divide(jnp.maximum(word, 0), page_size)
+
+
+def column_stride(page_size: int, granularity: Granularity) -> int:
+    """Words between two pages' columns of a request table; only the first token of a page is read."""
+    return page_size if granularity == "token" else 1
+
+
+def row_tokens(table_width: int, page_size: int, granularity: Granularity) -> int:
+    """Tokens that one row of a request table can describe."""
+    return table_width if granularity == "token" else table_width * page_size
+
+
+def entry(physical: Int, blocks_per_page: int) -> jax.Array:
+    """Kernel-facing entry of a v2p value; unbound (-1) gives the padding page's entry 0."""
+    return jnp.maximum(physical, 0) * blocks_per_page
+
+
+def readable_end(kv_end: Int, delta: Int, row: Int, max_requests: int, limit: int) -> jax.Array:
+    """Tokens of a row that can be read: kv_end + delta, cut at `limit`.
+
+    A row with kv_end <= 0 is padding and a row id outside the request table has no pages: both stay empty, whatever
+    the delta says.
+    """
+    alive = (kv_end > 0) & (row >= 0) & (row < max_requests)
+    return jnp.where(alive, jnp.clip(kv_end + delta, 0, limit), 0)
+
+
+def table_columns(tokens: Int, page_size: int) -> jax.Array:
+    """Columns of the live prefix of a row."""
+    return divide(tokens + (page_size - 1), page_size)
+
+
+def stream_span(kv_start: Int, end: Int, indptr: Int, indptr_next: Int, capacity: int) -> tuple[jax.Array, jax.Array]:
+    """First position and token count of a stream row whose readable tokens end at `end`.
+
+    The row is cut at the next row's start and at the capacity; one that starts outside the stream is empty.
+    """
+    start = jnp.maximum(kv_start, 0)
+    room = jnp.where(indptr < 0, 0, jnp.minimum(indptr_next, capacity) - indptr)
+    return start, jnp.maximum(jnp.minimum(end - start, room), 0)
+
+
+def stream_id(entry: Int, position: Int, page_size: int) -> jax.Array:
+    """Kernel-facing token id of a position in the page with this entry."""
+    return entry * page_size + remainder(position, page_size)
+
+
+def write_page(loc: Int, live: Int, page_size: int, num_rows: int | None, dcp_rank: Int, dcp_size: int):
+    """Virtual page and offset in it of a write location; page 0 where nothing may be written.
+
+    `live` is a bool. Under decode context parallelism (DCP) token id t belongs to rank t % dcp_size, which stores it
+    as row t // dcp_size.
+    """
+    loc = jnp.where(live, jnp.maximum(loc, 0), 0)
+    row = divide(loc, dcp_size)
+    page = divide(row, page_size)
+    if num_rows is not None:
+        page = in_range(page, num_rows)
+    if dcp_size > 1:
+        page = jnp.where(remainder(loc, dcp_size) == dcp_rank, page, 0)
+    return page, remainder(row, page_size)
+
+
+def write_loc(physical: Int, offset: Int, page_size: int, blocks_per_page: int) -> jax.Array:
+    """Kernel-facing id of a write, or 0, which means that the write is dropped."""
+    return jnp.where(physical > 0, entry(physical, blocks_per_page) * page_size + offset, 0)
