@@ -1,0 +1,40 @@
+# Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
+.PHONY: help venv demo test lint types deviceless notebook newest format
+
+PYTHON_BIN := .venv/bin/python
+# Without the CUDA libraries the plugin wheels can compile, not run.
+DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
+
+help:
+	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
+	@echo "make test        the fast test suite (no GPU needed)"
+	@echo "make deviceless  compile the kernels and steps for GPUs that need not be here"
+	@echo "make lint types notebook newest"
+
+venv:
+	@tools/bootstrap.sh .venv pinned
+
+demo: venv
+	$(PYTHON_BIN) -m ukv_jax demo
+
+test: venv
+	$(PYTHON_BIN) -m pytest
+
+lint: venv
+	$(PYTHON_BIN) -m ruff check .
+	$(PYTHON_BIN) -m ruff format --check .
+
+format: venv
+	$(PYTHON_BIN) -m ruff check --fix .
+	$(PYTHON_BIN) -m ruff format .
+
+types: venv
+	$(PYTHON_BIN) -m mypy
+
+deviceless: venv
+	@tools/bootstrap.sh .cache/plugins plugins
+	$(DEVICELESS) $(PYTHON_BIN) -m pytest -m deviceless
+
+newest:
+	@tools/bootstrap.sh .cache/newest newest
+	.cache/newest/bin/python -m pytest tests/kernels -m "not gpu and not slow and not deviceless"

@@ -1,0 +1,65 @@
+#!/bin/sh
+# Makes a virtual environment with this project installed in it.
+#
+#   tools/bootstrap.sh DIR pinned    versions of constraints.txt
+#   tools/bootstrap.sh DIR newest    newest jax and newest everything else
+#   tools/bootstrap.sh DIR plugins   only the CUDA plugin wheels (no CUDA libraries), unpacked into DIR for PYTHONPATH:
+#                                    enough to compile for a GPU on a machine without one. Needs .venv.
+#
+# A stamp in DIR remembers what was asked for: a second call returns at once until pyproject.toml, constraints.txt or
+# this file change.
+set -eu
+cd "$(dirname "$0")/.."
+dir=$1 kind=$2
+
+stamp=$dir/.installed
+want="$kind $(cat pyproject.toml constraints.txt tools/bootstrap.sh | cksum)"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+    exit 0
+fi
+
+# The shims of a version manager can exist and fail: an interpreter counts when it really runs.
+runs() {
+    "$1" -c 'import ensurepip, ssl, sys, venv; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1
+}
+
+find_python() {
+    for python in "${PYTHON:-python3}" python3 python3.13 python3.12 \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.1[2-9]*/bin/python3 \
+        "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/cpython-3.1[2-9]*/bin/python3; do
+        if runs "$python"; then
+            echo "$python"
+            return
+        fi
+    done
+    echo "no Python >= 3.12 with venv and ensurepip found (looked for python3, python3.13, python3.12, and those of" \
+        "pyenv and uv): install one, or name one in PYTHON=..." >&2
+    return 1
+}
+
+pip() {
+    "$python" -m pip --disable-pip-version-check --quiet "$@"
+}
+
+if [ "$kind" = plugins ]; then
+    python=.venv/bin/python
+    echo "fetching the CUDA plugin wheels into $dir (once)" >&2
+    rm -rf "$dir"
+    pip install --no-deps --constraint constraints.txt --target "$dir" jax-cuda13-plugin jax-cuda13-pjrt
+    echo "$want" >"$stamp"
+    exit 0
+fi
+
+python=$dir/bin/python
+if ! runs "$python"; then
+    base=$(find_python)
+    rm -rf "$dir"
+    "$base" -m venv "$dir"
+fi
+echo "installing into $dir (once)" >&2
+case $kind in
+    pinned) pip install --constraint constraints.txt --editable '.[dev,plot]' ;;
+    newest) pip install --upgrade --upgrade-strategy eager --editable '.[dev,plot]' ;;
+    *) echo "unknown kind of environment: $kind" >&2 && exit 2 ;;
+esac
+echo "$want" >"$stamp"
