@@ -7,7 +7,9 @@ from jax import lax
 DROP = jnp.iinfo(jnp.int32).max  # a scatter index that no table has
 
 
-def bind(v2p: jax.Array, p2v: jax.Array, virtual: jax.Array, physical: jax.Array) -> tuple[jax.Array, jax.Array]:
+def bind(
+    v2p: jax.Array, p2v: jax.Array, virtual: jax.Array, physical: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     live = is_page(virtual, v2p.shape[0]) & is_page(physical, p2v.shape[0])
     v2p = v2p.at[jnp.where(live, virtual, DROP)].set(physical, mode="drop")
     p2v = p2v.at[jnp.where(live, physical, DROP)].set(virtual, mode="drop")
@@ -34,8 +36,8 @@ def tombstone(
     inside = is_page(virtual, v2p.shape[0])
     physical = jnp.where(inside, v2p[jnp.where(inside, virtual, 0)], -1)
     bound = is_page(physical, p2v.shape[0])
-    # Every lane claims its row with a value below all that v2p can hold, the first lane's being the lowest: the
-    # minimum leaves the first lane of a duplicate as the row's winner, whatever the order of the scatter.
+    # Every lane claims its row with a value below all that v2p can hold, the first lane's being the lowest:
+    # the minimum leaves the first lane of a duplicate as the row's winner, whatever the order of the scatter.
     # The barrier keeps the gather above before the first write, so that v2p is updated in place.
     v2p, physical = lax.optimization_barrier((v2p, physical))
     claim = jnp.arange(lanes, dtype=jnp.int32) - (lanes + 1)

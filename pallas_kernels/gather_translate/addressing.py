@@ -1,20 +1,21 @@
 """The arithmetic of translation, as plain functions on int32 scalars or arrays.
 
-The XLA reference and the Mosaic GPU kernels call the same functions, so that tests on a CPU hold for both. Divisions
-here see no negative number: the sign is tested first, because floor and truncation differ below zero (-1 // 1).
+The XLA reference and the Mosaic GPU kernels call the same functions, so that tests on a CPU hold for both.
+Divisions here see no negative number: the sign is tested first, because floor and truncation differ below
+zero (-1 // 1).
 
 Names: ps = page_size (tokens a page), B = blocks_per_page. A virtual page v lies in physical page v2p[v]; its
 kernel-facing entry is v2p[v] * B, and token offset o of it has the kernel-facing id v2p[v] * B * ps + o.
 """
 
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-Int: TypeAlias = int | jax.Array
-Granularity: TypeAlias = Literal["page", "token"]
+type Int = int | jax.Array
+type Granularity = Literal["page", "token"]
 
 
 def divide(x: Int, by: int) -> jax.Array:
@@ -63,8 +64,8 @@ def entry(physical: Int, blocks_per_page: int) -> jax.Array:
 def readable_end(kv_end: Int, delta: Int, row: Int, max_requests: int, limit: int) -> jax.Array:
     """Tokens of a row that can be read: kv_end + delta, cut at `limit`.
 
-    A row with kv_end <= 0 is padding and a row id outside the request table has no pages: both stay empty, whatever
-    the delta says.
+    A row with kv_end <= 0 is padding and a row id outside the request table has no pages: both stay empty,
+    whatever the delta says.
     """
     alive = (kv_end > 0) & (row >= 0) & (row < max_requests)
     return jnp.where(alive, jnp.clip(kv_end + delta, 0, limit), 0)
@@ -75,7 +76,9 @@ def table_columns(tokens: Int, page_size: int) -> jax.Array:
     return divide(tokens + (page_size - 1), page_size)
 
 
-def stream_span(kv_start: Int, end: Int, indptr: Int, indptr_next: Int, capacity: int) -> tuple[jax.Array, jax.Array]:
+def stream_span(
+    kv_start: Int, end: Int, indptr: Int, indptr_next: Int, capacity: int
+) -> tuple[jax.Array, jax.Array]:
     """First position and token count of a stream row whose readable tokens end at `end`.
 
     The row is cut at the next row's start and at the capacity; one that starts outside the stream is empty.
@@ -93,8 +96,8 @@ def stream_id(entry: Int, position: Int, page_size: int) -> jax.Array:
 def write_page(loc: Int, live: Int, page_size: int, num_rows: int | None, dcp_rank: Int, dcp_size: int):
     """Virtual page and offset in it of a write location; page 0 where nothing may be written.
 
-    `live` is a bool. Under decode context parallelism (DCP) token id t belongs to rank t % dcp_size, which stores it
-    as row t // dcp_size.
+    `live` is a bool. Under decode context parallelism (DCP) token id t belongs to rank t % dcp_size, which
+    stores it as row t // dcp_size.
     """
     loc = jnp.where(live, jnp.maximum(loc, 0), 0)
     row = divide(loc, dcp_size)

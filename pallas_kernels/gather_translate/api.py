@@ -1,14 +1,15 @@
 """From virtual ids to the ids that attention kernels and KV writers take.
 
-Notation: ps = page_size, tokens a page. B = blocks_per_page, blocks (cache-layer envelopes' rows) a page. `v2p`
-Int32[num_virtual + 1] maps a virtual page to its physical page: 0 for the padding page 0, -1 where unbound (a
-tombstone), and -1 in the extra last row. An **entry** is v2p[page] * B; a kernel-facing token id is
-entry * ps + offset in the page. Both are int32: the pool's layout keeps num_pages * B * ps below 2**31.
+Notation: ps = page_size, tokens a page. B = blocks_per_page, blocks (cache-layer envelopes' rows) a page.
+`v2p` Int32[num_virtual + 1] maps a virtual page to its physical page: 0 for the padding page 0, -1 where
+unbound (a tombstone), and -1 in the extra last row. An **entry** is v2p[page] * B; a kernel-facing token id
+is entry * ps + offset in the page. Both are int32: the pool's layout keeps num_pages * B * ps below 2**31.
 Without a v2p (None) virtual and physical pages are the same, as in a static pool.
 
-`request_table` names the pages of each request: Int32[max_requests, max_pages] of virtual pages (granularity "page"),
-or Int32[max_requests, max_tokens] of virtual token ids (granularity "token"), of which only the first token of each page
-is read. A negative word is a hole. Holes, tombstones and ids out of range read as the padding page: entry 0.
+`request_table` names the pages of each request: Int32[max_requests, max_pages] of virtual pages (granularity
+"page"), or Int32[max_requests, max_tokens] of virtual token ids (granularity "token"), of which only the
+first token of each page is read. A negative word is a hole. Holes, tombstones and ids out of range read as
+the padding page: entry 0.
 """
 
 from collections.abc import Sequence
@@ -26,25 +27,26 @@ IMPLEMENTATIONS = ("xla",)
 
 def fill_read_table(
     request_table: Int32[Array, "max_requests words"],
-    v2p: Int32[Array, "virtual_rows"] | None,
-    kv_end: Int32[Array, "rows"],
+    v2p: Int32[Array, " virtual_rows"] | None,
+    kv_end: Int32[Array, " rows"],
     *,
     page_size: int,
     blocks_per_page: int,
     width: int | None = None,
-    row_ids: Int32[Array, "rows"] | None = None,
-    seq_len_delta: int | Int32[Array, "rows"] = 0,
+    row_ids: Int32[Array, " rows"] | None = None,
+    seq_len_delta: int | Int32[Array, " rows"] = 0,
     out: Int[Array, "out_rows width"] | None = None,
     zero_tail: bool = False,
     granularity: Granularity = "page",
     dtype: jnp.dtype = jnp.int32,
     implementation: str | None = None,
-) -> tuple[Int[Array, "out_rows width"], Int32[Array, "rows"]]:
-    """Builds the page table of a batch: table[b, c] = max(v2p[page(b, c)], 0) * B for c < ceil(length[b] / ps).
+) -> tuple[Int[Array, "out_rows width"], Int32[Array, " rows"]]:
+    """Builds the page table of a batch.
 
-    page(b, c) is column c of request row row_ids[b]. The length of row b is kv_end[b] + seq_len_delta tokens, cut at
-    the table's width and at the request row's width; a row with kv_end <= 0 or with a row id out of range is padding:
-    its length is 0 whatever the delta.
+    table[b, c] = max(v2p[page(b, c)], 0) * B for c < ceil(length[b] / ps), where page(b, c) is column c of
+    request row row_ids[b]. The length of row b is kv_end[b] + seq_len_delta tokens, cut at the table's width
+    and at the request row's width; a row with kv_end <= 0 or with a row id out of
+    range is padding: its length is 0 whatever the delta.
 
     Args:
       request_table: pages of each request; see the module's head.
@@ -54,18 +56,18 @@ def fill_read_table(
       blocks_per_page: B, the multiplier of an entry.
       width: columns of the table; default: those of `out`, else one for each page of a request row.
       row_ids: request row of each table row; default: row b is request b.
-      seq_len_delta: tokens added to the length of every row, or one number for each row (a verify step reads its draft
-        tokens back).
-      out: a buffer to fill. Only live prefixes are written: the rest of a row, and rows past the batch, stay as they
-        were. Donate it, or the caller's copy stays alive beside the result.
+      seq_len_delta: tokens added to the length of every row, or one number for each row (a verify step reads
+        its draft tokens back).
+      out: a buffer to fill. Only live prefixes are written: the rest of a row, and rows past the batch, stay
+        as they were. Donate it, or the caller's copy stays alive beside the result.
       zero_tail: write 0 from the live prefix to the end of each row of the batch.
       granularity: whether request_table holds pages or tokens.
       dtype: int32, or int64 where jax_enable_x64 is set.
-      implementation: "xla", "mosaic_gpu", or None for the best on the default device.
+      implementation: "xla", "mosaic", or None for the best on the default device.
 
     Returns:
-      The table, and the length of each row in tokens after all cuts: what a reader must use as kv_end. Without `out`
-      and `zero_tail` the values outside the live prefixes are unspecified.
+      The table, and the length of each row in tokens after all cuts: what a reader must use as kv_end.
+      Without `out` and `zero_tail` the values outside the live prefixes are unspecified.
 
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit together.
@@ -90,21 +92,21 @@ def fill_read_table(
 
 def fill_read_tables(
     request_table: Int32[Array, "max_requests words"],
-    v2ps: Sequence[Int32[Array, "virtual_rows"] | None],
-    kv_end: Int32[Array, "rows"],
+    v2ps: Sequence[Int32[Array, " virtual_rows"] | None],
+    kv_end: Int32[Array, " rows"],
     *,
     page_size: int,
     blocks_per_page: Sequence[int],
     width: int | None = None,
-    row_ids: Int32[Array, "rows"] | None = None,
-    seq_len_delta: int | Int32[Array, "rows"] = 0,
+    row_ids: Int32[Array, " rows"] | None = None,
+    seq_len_delta: int | Int32[Array, " rows"] = 0,
     out: Sequence[Int[Array, "out_rows width"]] | None = None,
     zero_tail: bool = False,
     granularity: Granularity = "page",
     dtype: jnp.dtype = jnp.int32,
     implementation: str | None = None,
-) -> tuple[tuple[Int[Array, "out_rows width"], ...], Int32[Array, "rows"]]:
-    """`fill_read_table` for several sub-pools that share virtual ids (full and sliding-window KV), in one pass.
+) -> tuple[tuple[Int[Array, "out_rows width"], ...], Int32[Array, " rows"]]:
+    """`fill_read_table` for several sub-pools that share virtual ids (full and window KV), in one pass.
 
     The request table is read once; v2ps[k] and blocks_per_page[k] give table k. Everything else is as in
     `fill_read_table`.
@@ -113,7 +115,9 @@ def fill_read_tables(
     dtype = _id_dtype(dtype, name)
     rows = _check_rows(name, request_table, kv_end, row_ids, page_size, granularity)
     if not v2ps or len(v2ps) != len(blocks_per_page):
-        raise ValueError(f"{name}: {len(v2ps)} v2p tables and {len(blocks_per_page)} multipliers, need as many of both")
+        raise ValueError(
+            f"{name}: {len(v2ps)} v2p tables and {len(blocks_per_page)} multipliers, need as many of both"
+        )
     for v2p, blocks in zip(v2ps, blocks_per_page, strict=True):
         _check_target(name, v2p, blocks)
     if out is None:
@@ -127,9 +131,15 @@ def fill_read_tables(
         if len(outs) != len(v2ps):
             raise ValueError(f"{name}: {len(outs)} buffers for {len(v2ps)} tables")
         for buffer in outs:
-            if buffer.ndim != 2 or buffer.shape[0] < rows or buffer.shape != outs[0].shape or buffer.dtype != dtype:
+            if (
+                buffer.ndim != 2
+                or buffer.shape[0] < rows
+                or buffer.shape != outs[0].shape
+                or buffer.dtype != dtype
+            ):
                 raise ValueError(
-                    f"{name}: out is {buffer.dtype}{list(buffer.shape)}, need {dtype}[>= {rows}, width], all alike"
+                    f"{name}: out is {buffer.dtype}{list(buffer.shape)}, need {dtype}[>= {rows}, width] for
+                    each"
                 )
         if width is not None and width != outs[0].shape[1]:
             raise ValueError(f"{name}: width={width} but out has {outs[0].shape[1]} columns")
@@ -142,7 +152,10 @@ def fill_read_tables(
         outs,
     )
     options = dict(
-        page_size=page_size, blocks_per_page=tuple(blocks_per_page), zero_tail=zero_tail, granularity=granularity
+        page_size=page_size,
+        blocks_per_page=tuple(blocks_per_page),
+        zero_tail=zero_tail,
+        granularity=granularity,
     )
     implementations.choose(implementation, IMPLEMENTATIONS, name)
     return reference.fill_tables(*inputs, **options)
@@ -150,28 +163,29 @@ def fill_read_tables(
 
 def fill_packed_read_stream(
     request_table: Int32[Array, "max_requests words"],
-    v2p: Int32[Array, "virtual_rows"] | None,
-    kv_end: Int32[Array, "rows"],
+    v2p: Int32[Array, " virtual_rows"] | None,
+    kv_end: Int32[Array, " rows"],
     indptr: Int32[Array, "rows+1"],
     *,
     page_size: int,
     blocks_per_page: int,
     capacity: int | None = None,
-    row_ids: Int32[Array, "rows"] | None = None,
-    kv_start: Int32[Array, "rows"] | None = None,
-    seq_len_delta: int | Int32[Array, "rows"] = 0,
-    out: Int[Array, "capacity"] | None = None,
+    row_ids: Int32[Array, " rows"] | None = None,
+    kv_start: Int32[Array, " rows"] | None = None,
+    seq_len_delta: int | Int32[Array, " rows"] = 0,
+    out: Int[Array, " capacity"] | None = None,
     granularity: Granularity = "page",
     dtype: jnp.dtype = jnp.int32,
     implementation: str | None = None,
-) -> tuple[Int[Array, "capacity"], Int32[Array, "rows"]]:
+) -> tuple[Int[Array, " capacity"], Int32[Array, " rows"]]:
     """Builds the packed token stream of a batch: ids[indptr[b] + i] = entry(b, pos // ps) * ps + pos % ps.
 
-    pos = kv_start[b] + i for i < length[b], and entry(b, c) is the value that `fill_read_table` puts in column c. The
-    length of row b is kv_end[b] + seq_len_delta - kv_start[b] tokens, after these cuts: kv_end + delta at the request
-    row's width; the length at min(indptr[b + 1], capacity) - indptr[b]. A row with kv_end <= 0, with a row id out of
-    range or with an indptr outside the stream is padding: its length is 0 whatever the delta. A position in a hole, a
-    tombstone or a bad page has id pos % ps, a row of the padding page.
+    pos = kv_start[b] + i for i < length[b], and entry(b, c) is the value that `fill_read_table` puts in
+    column c. The length of row b is kv_end[b] + seq_len_delta - kv_start[b] tokens, after these cuts: kv_end
+    + delta at the request row's width; the length at min(indptr[b + 1], capacity) - indptr[b]. A row with
+    kv_end <= 0, with a row id out of range or with an indptr outside the stream is padding: its length is 0
+    whatever the delta. A position in a hole, a tombstone or a bad page has id pos % ps, a row of the padding
+    page.
 
     Args:
       request_table, v2p, kv_end, page_size, blocks_per_page, row_ids, seq_len_delta, granularity, dtype,
@@ -182,8 +196,8 @@ def fill_packed_read_stream(
       out: a buffer to fill; what lies outside the rows' live tokens stays as it was.
 
     Returns:
-      The ids, and the length of each row in tokens after all cuts. Without `out` the ids outside the rows' live tokens
-      are unspecified.
+      The ids, and the length of each row in tokens after all cuts. Without `out` the ids outside the rows'
+      live tokens are unspecified.
 
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit together.
@@ -201,7 +215,9 @@ def fill_packed_read_stream(
             raise ValueError(f"{name}: capacity={capacity} must be at least 1 where no buffer is given")
         out = jnp.zeros((capacity,), dtype)
     elif out.ndim != 1 or out.dtype != dtype or (capacity is not None and capacity != out.shape[0]):
-        raise ValueError(f"{name}: out is {out.dtype}{list(out.shape)}, need {dtype}[{capacity or 'capacity'}]")
+        raise ValueError(
+            f"{name}: out is {out.dtype}{list(out.shape)}, need {dtype}[{capacity or 'capacity'}]"
+        )
     if out.shape[0] >= 2**31:
         raise ValueError(f"{name}: capacity={out.shape[0]} must be below 2**31")
     inputs = (
@@ -219,15 +235,18 @@ def fill_packed_read_stream(
     return reference.fill_stream(*inputs, **options)
 
 
-def packed_indptr(lengths: Int32[Array, "rows"]) -> Int32[Array, "rows+1"]:
-    """Starts of packed rows of these lengths, and the total: [0, l0, l0 + l1, ...]. Negative lengths count as 0."""
+def packed_indptr(lengths: Int32[Array, " rows"]) -> Int32[Array, "rows+1"]:
+    """Starts of packed rows of these lengths, and the total: [0, l0, l0 + l1, ...].
+
+    A negative length counts as 0.
+    """
     ends = jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])
 
 
 def translate_write_locs(
-    locs: Int[Array, "n"],
-    v2p: Int32[Array, "virtual_rows"] | None,
+    locs: Int[Array, " n"],
+    v2p: Int32[Array, " virtual_rows"] | None,
     *,
     page_size: int,
     blocks_per_page: int,
@@ -235,13 +254,13 @@ def translate_write_locs(
     dcp_rank: int | Int32[Array, ""] = 0,
     dcp_size: int = 1,
     implementation: str | None = None,
-) -> Int32[Array, "n"]:
+) -> Int32[Array, " n"]:
     """Kernel-facing ids of the tokens that a step writes; 0 means that the write is dropped.
 
-    A loc t is a virtual token id, page * ps + offset. Under decode context parallelism it is a widened one: rank
-    t % dcp_size owns it and stores it as row t // dcp_size, and every other rank drops it. Dropped too: lanes from
-    `live` on, pages <= 0 (t < ps * dcp_size, negative ids), pages past the table, tombstones. Ids other than 0 are
-    unique where the locs are.
+    A loc t is a virtual token id, page * ps + offset. Under decode context parallelism it is a widened one:
+    rank t % dcp_size owns it and stores it as row t // dcp_size, and every other rank drops it. Dropped too:
+    lanes from `live` on, pages <= 0 (t < ps * dcp_size, negative ids), pages past the table, tombstones. Ids
+    other than 0 are unique where the locs are.
 
     Args:
       locs: virtual token ids.
@@ -251,14 +270,16 @@ def translate_write_locs(
       live: lanes in use; default: all.
       dcp_rank: this rank, a number or a traced scalar.
       dcp_size: ranks that share the tokens.
-      implementation: "xla", "mosaic_gpu", or None for the best on the default device.
+      implementation: "xla", "mosaic", or None for the best on the default device.
 
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit together.
     """
     name = "translate_write_locs"
     if locs.ndim != 1 or not jnp.issubdtype(locs.dtype, jnp.signedinteger):
-        raise ValueError(f"{name}: locs is {locs.dtype}{list(locs.shape)}, need signed integers of one dimension")
+        raise ValueError(
+            f"{name}: locs is {locs.dtype}{list(locs.shape)}, need signed integers of one dimension"
+        )
     _check_page_size(name, page_size)
     _check_target(name, v2p, blocks_per_page)
     rank = _check_dcp(name, dcp_rank, dcp_size)
@@ -272,7 +293,7 @@ def translate_write_locs(
 
 def translate_dcp_read_ids(
     ids: Int[Array, "*shape"],
-    v2p: Int32[Array, "virtual_rows"] | None,
+    v2p: Int32[Array, " virtual_rows"] | None,
     *,
     page_size: int,
     blocks_per_page: int,
@@ -281,10 +302,10 @@ def translate_dcp_read_ids(
 ) -> tuple[Int32[Array, "*shape"], Bool[Array, "*shape"]]:
     """Kernel-facing ids of one rank's share of widened virtual token ids, and which ids are its own.
 
-    Rank t % dcp_size owns id t and stores it as row t // dcp_size, whose page is translated as every read is: unbound
-    and bad pages give a row of the padding page, negative ids 0. Ids of other ranks give 0 and False. Because a
-    widened page starts at a multiple of dcp_size, position p of a request belongs to rank p % dcp_size: its share of a
-    packed stream is every dcp_size-th id, from the first that it owns.
+    Rank t % dcp_size owns id t and stores it as row t // dcp_size, whose page is translated as every read is:
+    unbound and bad pages give a row of the padding page, negative ids 0. Ids of other ranks give 0 and False.
+    Because a widened page starts at a multiple of dcp_size, position p of a request belongs to rank p %
+    dcp_size: its share of a packed stream is every dcp_size-th id, from the first that it owns.
 
     Raises:
       ValueError: shapes, dtypes or numbers that do not fit together.
@@ -325,13 +346,16 @@ def _check_rows(name, request_table, kv_end, row_ids, page_size: int, granularit
         raise ValueError(f"{name}: granularity={granularity!r} must be 'page' or 'token'")
     if request_table.ndim != 2 or request_table.dtype != jnp.int32 or 0 in request_table.shape:
         raise ValueError(
-            f"{name}: request_table is {request_table.dtype}{list(request_table.shape)}, need int32[requests, words]"
+            f"{name}: request_table is {request_table.dtype}{list(request_table.shape)}, "
+            "need int32[requests, words]"
         )
     if kv_end.ndim != 1:
         raise ValueError(f"{name}: kv_end is {list(kv_end.shape)}, need [rows]")
     rows = kv_end.shape[0]
     if row_ids is None and rows > request_table.shape[0]:
-        raise ValueError(f"{name}: {rows} rows without row_ids, but request_table has {request_table.shape[0]}")
+        raise ValueError(
+            f"{name}: {rows} rows without row_ids, but request_table has {request_table.shape[0]}"
+        )
     if row_ids is not None and row_ids.shape != (rows,):
         raise ValueError(f"{name}: row_ids is {list(row_ids.shape)}, need [{rows}]")
     return rows

@@ -7,7 +7,9 @@ from jax import lax
 DROP = jnp.iinfo(jnp.int32).max  # a row that no buffer has
 
 
-def move(buffer: jax.Array, src: jax.Array, dst: jax.Array, *, page_bytes: int, block_bytes: int) -> jax.Array:
+def move(
+    buffer: jax.Array, src: jax.Array, dst: jax.Array, *, page_bytes: int, block_bytes: int
+) -> jax.Array:
     rows = buffer.reshape(-1, block_bytes)  # row numbers fit int32 where byte offsets do not
     blocks = page_bytes // block_bytes
     pages = buffer.shape[0] // page_bytes
