@@ -45,8 +45,8 @@ def fill_read_table(
 
     table[b, c] = max(v2p[page(b, c)], 0) * B for c < ceil(length[b] / ps), where page(b, c) is column c of
     request row row_ids[b]. The length of row b is kv_end[b] + seq_len_delta tokens, cut at the table's width
-    and at the request row's width; a row with kv_end <= 0 or with a row id out of
-    range is padding: its length is 0 whatever the delta.
+    and at the request row's width; a row with kv_end <= 0 or with a row id out of range
+    is padding: its length is 0 whatever the delta.
 
     Args:
       request_table: pages of each request; see the module's head.
@@ -138,8 +138,8 @@ def fill_read_tables(
                 or buffer.dtype != dtype
             ):
                 raise ValueError(
-                    f"{name}: out is {buffer.dtype}{list(buffer.shape)}, need {dtype}[>= {rows}, width] for
-                    each"
+                    f"{name}: out is {buffer.dtype}{list(buffer.shape)}, "
+                    f"need {dtype}[>= {rows}, width] for each"
                 )
         if width is not None and width != outs[0].shape[1]:
             raise ValueError(f"{name}: width={width} but out has {outs[0].shape[1]} columns")
