@@ -1,0 +1,191 @@
+"""Model configuration: what the decoder needs to know, read from a Hugging Face config.json.
+
+A family (`ukv_jax.models.families`) maps its own config fields onto `ModelConfig`. Everything here is static and
+hashable, so that a configuration can be closed over by, or be a static argument of, a jitted function.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MLAConfig:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    latent_norm_eps: float = 1e-6
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def sm_scale(self) -> float:
+        return self.qk_head_dim**-0.5
+
+
+@dataclass(frozen=True)
+class KDAConfig:
+    """Kimi delta attention (arXiv 2510.26692): keys and values are equally wide in every head."""
+
+    num_heads: int
+    head_dim: int
+    conv_kernel: int
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Routed experts with sigmoid scores, a selection bias, optional expert groups, and shared experts."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    num_shared_experts: int
+    renormalize: bool
+    scaling_factor: float
+    num_groups: int = 1
+    groups_per_token: int = 1
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder. `mixers[i]` and `mlps[i]` name the layer kinds of layer i (keys of decoder.MIXERS and MLPS)."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    mixers: tuple[str, ...]
+    mlps: tuple[str, ...]
+    dtype: str
+    max_position: int
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = False
+    mla: MLAConfig | None = None
+    kda: KDAConfig | None = None
+    moe: MoEConfig | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.mixers)
+
+    def cache_layer(self, layer: int) -> int:
+        """Index of `layer` among the layers of its own mixer kind: the layer index that a cache is asked with."""
+        return self.mixers[:layer].count(self.mixers[layer])
+
+
+class ConfigReader:
+    """Reads fields of a config.json and remembers which: what nobody asked for is an error, never ignored."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str):
+        self._raw = raw
+        self._where = where
+        self._seen: set[str] = {"model_type"}
+
+    def fail(self, text: str) -> ValueError:
+        return ValueError(f"{self._where}: {text}")
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """Value under the first of `names` that is present and not null (aliases that disagree are an error)."""
+        self._seen.update(names)
+        found = {name: self._raw[name] for name in names if self._raw.get(name) is not None}
+        if len({json.dumps(value, sort_keys=True) for value in found.values()}) > 1:
+            raise self.fail(f"fields that mean the same disagree: {found}")
+        return next(iter(found.values()), default)
+
+    def positive(self, *names: str) -> int:
+        """A required integer above zero."""
+        value = self.get(*names)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise self.fail(f"{' or '.join(names)} must be an integer above 0, found {value!r}")
+        return value
+
+    def only(self, name: str, *allowed: Any) -> None:
+        """Accepts an absent or null field, or one of the values that the implementation stands for."""
+        value = self.get(name)
+        if value is not None and value not in allowed:
+            raise self.fail(f"{name} = {value!r} is not implemented; implemented: {list(allowed) or 'unset'}")
+
+    def inert(self, names: Iterable[str]) -> None:
+        """Fields that do not change what the model computes at inference."""
+        self._seen.update(names)
+
+    def finish(self) -> None:
+        """Names every field that was set and that nobody read."""
+        left = {k: v for k, v in self._raw.items() if k not in self._seen and v not in (None, False)}
+        if left:
+            raise self.fail(f"fields that are not implemented: {left}")
+
+
+# Bookkeeping that any Hugging Face config.json may carry.
+INERT_FIELDS = (
+    "architectures", "auto_map", "transformers_version", "initializer_range", "use_cache", "attention_dropout",
+    "output_router_logits", "pretraining_tp", "_name_or_path", "return_dict", "output_hidden_states",
+    "output_attentions", "id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
+    "aux_loss_alpha", "seq_aux", "ep_size", "_attn_implementation", "router_aux_loss_coef",
+)  # fmt: skip
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError if it is missing or holds something else."""
+    if not path.is_file():
+        raise ValueError(f"{path.parent}: no {path.name} found; a Hugging Face checkpoint directory is wanted")
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: a JSON object is wanted, found {type(value).__name__}")
+    return value
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """Reads `directory`/config.json.
+
+    Raises ValueError if the file is missing or malformed, if no family implements its model_type, or if a field
+    asks for something that is not implemented (each is named).
+    """
+    from ukv_jax.models.families import FAMILIES
+
+    path = Path(directory) / "config.json"
+    raw = read_json(path)
+    model_type = raw.get("model_type")
+    if model_type not in FAMILIES:
+        raise ValueError(f"{path}: model_type {model_type!r} is not implemented; families: {sorted(FAMILIES)}")
+    reader = ConfigReader(raw, str(path))
+    reader.inert(INERT_FIELDS)
+    config = FAMILIES[model_type].read_config(reader)
+    reader.finish()
+    return config
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """eos_token_id may be a number, a list or absent."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)
+
+
+def read_dtype(reader: ConfigReader) -> str:
+    """The dtype that the checkpoint's authors compute in."""
+    dtype = reader.get("dtype", "torch_dtype", default="bfloat16")
+    if dtype not in ("bfloat16", "float16", "float32"):
+        raise reader.fail(f"dtype {dtype!r} is not implemented; implemented: bfloat16, float16, float32")
+    return dtype

@@ -1,0 +1,108 @@
+"""The decoder skeleton: embeddings, layers of a mixer and an MLP with pre-norms, final norm, language model head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32
+
+from ukv_jax.models import kda, mla, moe
+from ukv_jax.models.config import ModelConfig
+from ukv_jax.models.layers import rms_norm, swiglu
+
+Params = dict[str, Any]
+Mixer = Callable[[dict[str, Array], ModelConfig, int, Array, Any], tuple[Array, Any]]
+MIXERS: dict[str, Mixer] = {"mla": mla.apply, "kda": kda.apply}
+
+
+@dataclass(frozen=True)
+class StatePart:
+    """One part of a request's recurrent state: `blocks_per_layer` blocks of `block_shape` for each of num_layers."""
+
+    name: str
+    num_layers: int
+    blocks_per_layer: int
+    block_shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class LatentKV:
+    """Rows that MLA caches: kv_lora_rank + qk_rope_head_dim elements a token and layer."""
+
+    num_layers: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """What a model asks of its cache; either may be absent."""
+
+    latent: LatentKV | None
+    state: tuple[StatePart, ...]
+
+
+def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
+    """Memory that one request needs. `dtype` is the dtype the model computes in (default: the checkpoint's).
+
+    State parts reach the model as [rows, blocks_per_layer, *block_shape].
+    """
+    dtype = dtype or config.dtype
+    latent = None
+    if "mla" in config.mixers:
+        assert config.mla is not None
+        layers = config.mixers.count("mla")
+        latent = LatentKV(layers, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
+    state: tuple[StatePart, ...] = ()
+    if "kda" in config.mixers:
+        k = config.kda
+        assert k is not None
+        layers = config.mixers.count("kda")
+        state = (
+            StatePart("conv", layers, k.conv_kernel - 1, (3 * k.channels,), dtype),
+            StatePart("recurrent", layers, k.num_heads, (k.head_dim, k.head_dim), "float32"),
+        )
+    return CacheSpec(latent, state)
+
+
+def forward(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int32[Array, "rows tokens"],
+    cache: Any,
+    *,
+    last_only: bool = False,
+    experts: str = "ragged_dot",
+) -> tuple[Float[Array, "rows ..."], Any]:
+    """Runs `tokens` through the model, on top of what `cache` holds of each row.
+
+    tokens are right-padded: row b has `cache.new_len[b]` of them, 0 for a dead row. Returns float32 logits
+    [rows, tokens, vocab], or with last_only [rows, vocab] of the last valid token of each row (undefined for a dead
+    row), and the new cache. `experts` names the implementation of the routed experts (moe.EXPERTS).
+    """
+    valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
+    x = params["embed"][jnp.where(valid, tokens, 0)]
+    for i, layer in enumerate(params["layers"]):
+        h = rms_norm(x, layer["mixer_norm"], config.rms_norm_eps)
+        h, cache = MIXERS[config.mixers[i]](layer["mixer"], config, config.cache_layer(i), h, cache)
+        x = x + h
+        h = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
+        if config.mlps[i] == "dense":
+            h = swiglu(h, layer["mlp"]["gate_up"], layer["mlp"]["down"])
+        else:
+            assert config.moe is not None
+            h = moe.apply(layer["mlp"], config.moe, h, valid, experts)
+        x = x + h
+    if last_only:
+        last = jnp.maximum(cache.new_len - 1, 0)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    x = rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    head = params.get("lm_head", params["embed"])
+    contract_hidden = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32), cache

@@ -1,0 +1,8 @@
+"""Model families: each is a config map and a weight map over shared layer kinds."""
+
+from ukv_jax.models.families import kimi_linear
+from ukv_jax.models.families.family import Family
+
+FAMILIES: dict[str, Family] = {"kimi_linear": kimi_linear.FAMILY}
+
+__all__ = ["FAMILIES", "Family"]

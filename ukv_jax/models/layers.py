@@ -1,0 +1,36 @@
+"""Norm, linear map and gated MLP, shared by every layer kind. Weights are stored as published: [out, in]."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def linear(x: Float[Array, "*batch in"], weight: Float[Array, "out in"]) -> Float[Array, "*batch out"]:
+    """x @ weight.T in the dtype of x, without a transposed copy of the weight."""
+    return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())))
+
+
+def rms_normalize(x: Float[Array, "*batch width"], eps: float) -> Float[Array, "*batch width"]:
+    """x / sqrt(mean(x^2) + eps) in float32, before any weight."""
+    x = x.astype(jnp.float32)
+    return x * lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+
+
+def rms_norm(
+    x: Float[Array, "*batch width"], weight: Float[Array, " width"], eps: float
+) -> Float[Array, "*batch width"]:
+    """Root mean square norm: statistics in float32, weight applied in the dtype of x."""
+    return weight * rms_normalize(x, eps).astype(x.dtype)
+
+
+def swiglu(
+    x: Float[Array, "*batch hidden"],
+    gate_up: Float[Array, "2*width hidden"],
+    down: Float[Array, "hidden width"],
+) -> Float[Array, "*batch hidden"]:
+    """down(silu(gate(x)) * up(x)); gate and up stacked along the output axis."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down)

@@ -1,0 +1,233 @@
+"""Loads safetensors checkpoints into a parameter tree, tensor by tensor.
+
+Files are memory-mapped and each tensor goes from the map to the device on its own; the host never holds a second copy
+of the checkpoint. The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
+then the bytes (https://huggingface.co/docs/safetensors).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from ukv_jax.models.config import ModelConfig, load_config, read_json
+
+DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where (a view of) a checkpoint tensor goes in the parameter tree.
+
+    `path` leads to the parameter, `shape` is the parameter's whole shape, `start` the corner at which the view is
+    put; a parameter may be assembled from several tensors (stacked projections, experts). `view` must only reshape
+    and slice.
+    """
+
+    path: tuple[str | int, ...]
+    shape: tuple[int, ...]
+    start: tuple[int, ...] | None = None
+    view: Callable[[Any], Any] = field(default=lambda x: x, compare=False)
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One tensor of a checkpoint. float32: kept so whatever the model computes in. alias: another name in use."""
+
+    name: str
+    shape: tuple[int, ...]
+    places: tuple[Place, ...]
+    float32: bool = False
+    alias: str | None = None
+
+
+class CheckpointFiles:
+    """The tensors of all safetensors files of a directory, by name, as memory-mapped arrays."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._entries: dict[str, tuple[Path, dict[str, Any], int]] = {}
+        self._maps: dict[Path, np.memmap] = {}
+        for path in self._files():
+            self._read_header(path)
+
+    def _files(self) -> list[Path]:
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            shards = read_json(index).get("weight_map")
+            if not isinstance(shards, dict):
+                raise ValueError(f"{index}: no weight_map found")
+            paths = [self.directory / name for name in sorted(set(shards.values()))]
+            absent = [p.name for p in paths if not p.is_file()]
+            if absent:
+                raise ValueError(f"{index} names files that are absent: {absent}")
+            return paths
+        paths = sorted(self.directory.glob("*.safetensors"))
+        if not paths:
+            pickles = sorted(p.name for p in self.directory.glob("*") if p.suffix in PICKLE_SUFFIXES)
+            if pickles:
+                raise ValueError(
+                    f"{self.directory}: found only pickle checkpoints {pickles}, which can run code when read; "
+                    "only safetensors are allowed"
+                )
+            raise ValueError(f"{self.directory}: no .safetensors file found")
+        if len(paths) > 1:
+            found = [p.name for p in paths]
+            raise ValueError(f"{self.directory}: several safetensors files {found} but no {index.name}")
+        return paths
+
+    def _read_header(self, path: Path) -> None:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or 8 + length > size:
+                raise ValueError(f"{path}: not a safetensors file, or cut short ({size} bytes)")
+            try:
+                header = json.loads(file.read(length))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{path}: the safetensors header is not valid JSON ({error})") from error
+        data = 8 + length
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            if name in self._entries:
+                raise ValueError(f"{path}: tensor {name} is also in {self._entries[name][0].name}")
+            end = data + entry["data_offsets"][1]
+            if end > size:
+                raise ValueError(f"{path}: tensor {name} ends at byte {end}, but the file has {size} bytes")
+            self._entries[name] = (path, entry, data)
+        self._maps[path] = np.memmap(path, mode="r", dtype=np.uint8)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._entries)
+
+    def describe(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Stored dtype (safetensors' name) and shape."""
+        _, entry, _ = self._entries[name]
+        return entry["dtype"], tuple(entry["shape"])
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a view of the mapped file."""
+        path, entry, data = self._entries[name]
+        begin, end = entry["data_offsets"]
+        dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
+        if end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError(f"{path}: tensor {name} has {end - begin} bytes, its shape {shape} wants another number")
+        return self._maps[path][data + begin : data + end].view(dtype).reshape(shape)
+
+
+def resolve(tensors: Iterable[Tensor], files: CheckpointFiles) -> list[Tensor]:
+    """The tensors under the names that the checkpoint uses.
+
+    ValueError lists missing and unexpected tensors, wrong shapes and dtypes.
+    """
+    names, problems, found = files.names, [], []
+    for t in tensors:
+        if t.name not in names and t.alias in names:
+            t = replace(t, name=t.alias)
+        if t.name not in names:
+            problems.append(f"missing {t.name}, wanted {list(t.shape)}")
+            continue
+        found.append(t)
+        dtype, shape = files.describe(t.name)
+        if shape != t.shape:
+            problems.append(f"{t.name} has shape {list(shape)}, wanted {list(t.shape)}")
+        if dtype not in DTYPES:
+            problems.append(f"{t.name} has dtype {dtype}, wanted one of {sorted(DTYPES)}")
+    problems += [f"unexpected {name}" for name in sorted(names - {t.name for t in found})]
+    if problems:
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise ValueError(f"{files.directory}: the checkpoint does not fit its config: " + "; ".join(problems[:20]) + more)
+    return found
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(whole: Array, part: Array, start: tuple[int, ...]) -> Array:
+    part = part.astype(whole.dtype).reshape((1,) * (whole.ndim - part.ndim) + part.shape)
+    return lax.dynamic_update_slice(whole, part, start)
+
+
+def build_tree(
+    tensors: Iterable[Tensor],
+    read: Callable[[Tensor], Any],
+    dtype: Any,
+    device: jax.Device | jax.sharding.Sharding | None = None,
+) -> dict[str, Any]:
+    """Assembles the parameter tree from `read(tensor)`. A parameter made of several tensors is filled in place."""
+    flat: dict[tuple[str | int, ...], Array] = {}
+    for tensor in tensors:
+        target = jnp.float32 if tensor.float32 else dtype
+        stored = read(tensor)
+        for place in tensor.places:
+            part = jnp.asarray(place.view(stored))
+            if place.start is None:
+                flat[place.path] = part.astype(target).reshape(place.shape)
+            else:
+                whole = flat.pop(place.path) if place.path in flat else jnp.zeros(place.shape, target, device=device)
+                flat[place.path] = _put(whole, part, place.start)
+    return _unflatten(flat)
+
+
+def _unflatten(flat: dict[tuple[str | int, ...], Any]) -> dict[str, Any]:
+    """{("layers", 0, "x"): v} -> {"layers": [{"x": v}]}; integer keys become list positions."""
+    tree: dict[Any, Any] = {}
+    for path, value in flat.items():
+        node = tree
+        for key in path[:-1]:
+            node = node.setdefault(key, {})
+        node[path[-1]] = value
+
+    def lists(node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        if all(isinstance(key, int) for key in node):
+            return [lists(node[i]) for i in range(len(node))]
+        return {key: lists(value) for key, value in node.items()}
+
+    return lists(tree)
+
+
+def abstract_params(config: ModelConfig, dtype: Any = None) -> dict[str, Any]:
+    """The parameter tree as ShapeDtypeStructs, for tracing without a checkpoint."""
+    from ukv_jax.models.families import FAMILIES
+
+    dtype = jnp.dtype(dtype or config.dtype)
+    flat = {}
+    for tensor in FAMILIES[config.family].tensors(config):
+        for place in tensor.places:
+            flat[place.path] = jax.ShapeDtypeStruct(place.shape, jnp.float32 if tensor.float32 else dtype)
+    return _unflatten(flat)
+
+
+def load_model(
+    directory: str | Path, *, dtype: Any = None, device: jax.Device | jax.sharding.Sharding | None = None
+) -> tuple[dict[str, Any], ModelConfig]:
+    """Loads a Hugging Face checkpoint directory: config.json and safetensors, single or sharded with an index.
+
+    dtype: what to cast to (default: the dtype that config.json names). device: a device or sharding for every
+    tensor. Raises ValueError for an unknown or unsupported config, missing, unexpected or misshapen tensors, dtypes
+    other than F32, F16 and BF16, cut files, and pickle checkpoints.
+    """
+    from ukv_jax.models.families import FAMILIES
+
+    config = load_config(directory)
+    files = CheckpointFiles(directory)
+    tensors = resolve(FAMILIES[config.family].tensors(config), files)
+
+    def read(tensor: Tensor) -> Array:
+        return jax.device_put(files.read(tensor.name), device)
+
+    return build_tree(tensors, read, jnp.dtype(dtype or config.dtype), device), config
