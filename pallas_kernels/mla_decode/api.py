@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from importlib import import_module
 
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels import device
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
 KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
@@ -68,7 +68,7 @@ def mla_decode(
         the positions p with ``kv_start[b] <= p < kv_end[b]`` and ``p <= q_start[b] + i``. For right-padded chunks pass
         ``kv_end - new_len``: the padding queries then see all of the row, so their results are finite and of no use.
       implementation: "mosaic", "triton" or "xla". None takes the first that can serve of those preferred for the
-        default device.
+        device at hand (`pallas_kernels.device.target`).
 
     Returns:
       out in q.dtype, and lse f32: the natural log of the sum of exp(score) over visible positions. A query that sees
@@ -84,7 +84,7 @@ def mla_decode(
     kv_dtype = jnp.dtype(kv_dtype)
     _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start)
     if implementation is None:
-        names = preferred(*_default_device())
+        names = preferred(*device.target())
     elif implementation in IMPLEMENTATIONS:
         names = (implementation,)
     else:
@@ -117,19 +117,6 @@ def _load(name: str) -> Callable[..., tuple[Array, Array]]:
         return getattr(import_module(module), function)  # type: ignore[no-any-return]
     except ImportError as error:
         raise NotImplementedError(f"implementation {name!r} cannot be imported here: {error}") from error
-
-
-def _default_device() -> tuple[str, tuple[int, int]]:
-    """Platform ("cuda", "rocm", "cpu", ...) and compute capability of the device that eager calls run on."""
-    device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    if device.platform != "gpu":
-        return device.platform, (0, 0)
-    major, _, minor = str(getattr(device, "compute_capability", "")).partition(".")
-    if not (major.isdigit() and minor.isdigit()):  # an AMD device says "gfx..."
-        return "rocm", (0, 0)
-    return "cuda", (int(major), int(minor))
 
 
 def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) -> None:  # type: ignore[no-untyped-def]
