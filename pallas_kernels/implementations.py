@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 
-import jax
+from pallas_kernels import device
 
 
 def choose(implementation: str | None, available: Sequence[str], operation: str) -> str:
-    """Returns the implementation to run: the one that was named, or the best one for the default device.
+    """Returns the implementation to run: the one that was named, or the best one for the device at hand.
 
     A name that is not known raises ValueError; a known one is never replaced by another. Without a name,
     Hopper GPUs (compute capability 9.0) get "mosaic" where the operation has it, everything else plain XLA.
@@ -17,6 +17,5 @@ def choose(implementation: str | None, available: Sequence[str], operation: str)
                 f"{operation}: implementation={implementation!r} is unknown, choose from {tuple(available)}"
             )
         return implementation
-    device = jax.devices()[0]
-    hopper = device.platform == "gpu" and getattr(device, "compute_capability", "") == "9.0"
+    hopper = device.target() == ("cuda", (9, 0))
     return "mosaic" if hopper and "mosaic" in available else "xla"

@@ -1,7 +1,7 @@
 """Paged MLA attention in plain XLA: an online softmax over chunks of KV positions.
 
-The pool is gathered as stored bytes and the gathered rows are bitcast: a typed view of the whole pool costs nothing on a
-GPU but is copied at every use on CPU. Temporaries are bounded by rows x chunk; the trip count is a run-time value, so
+The pool is gathered as stored bytes and the gathered rows are bitcast: a typed view of the whole pool costs nothing on
+a GPU but is copied at every use on CPU. Temporaries are bounded by rows x chunk; the trip count is a run-time value, so
 the work follows the longest live context and not the width of the tables.
 """
 
