@@ -57,11 +57,9 @@ def _absorb(pool: SubPoolState, *, low: bool, high: bool) -> SubPoolState:
     size = scan.page.shape[0]
     any_live = jnp.any(scan.live)
     first = jnp.min(jnp.where(scan.live, scan.page, size))
-    last = jnp.max(jnp.where(scan.live, scan.page, -1))
-    new_low = jnp.where(any_live, first, pool.low) if low else pool.low
-    new_high = jnp.where(any_live, last + 1, pool.low if high and not low else new_low) if high else pool.high
-    if low and not high:
-        new_low = jnp.where(any_live, first, pool.high)
+    stop = jnp.max(jnp.where(scan.live, scan.page, -1)) + 1
+    new_low = jnp.where(any_live, first, pool.low if high else pool.high) if low else pool.low
+    new_high = jnp.where(any_live, stop, new_low) if high else pool.high
     hole = scan.hole & (scan.page >= new_low) & (scan.page < new_high)
     return replace(
         pool,
@@ -137,8 +135,9 @@ def compact(
             state, moved = once(state)
             return state, total + moved, moved
 
+        # The pass that finds nothing to move has absorbed what the one before it left.
         state, total, _ = lax.while_loop(lambda c: c[2] > 0, again, (state, jnp.int32(0), jnp.int32(1)))
-        return pool.with_subpool(state, index, _absorb(state.subpools[index], **_ends(layout, index))), total
+        return state, total
 
     return _gated(state, run)
 
@@ -185,11 +184,9 @@ def make_room(
     if toward_low:
         border = (below + want + c - 1) // c  # first page that may stay
         leaving = scan.live & (scan.page < border)
-        inner = jnp.minimum(jnp.maximum(border, p.low), p.high)
     else:
         border = (above - want) // c  # first page that must not stay
         leaving = scan.live & (scan.page >= border)
-        inner = jnp.maximum(jnp.minimum(border, p.high), p.low)
     open_now = ~jnp.any(leaving)
     beyond_holes = scan.hole & ((scan.page >= border) if toward_low else (scan.page < border))
     outside = _far_room(p, scan, border, below, above, c, toward_low)
@@ -212,7 +209,6 @@ def make_room(
         high = jnp.maximum(p.high, jnp.max(used) + 1)
         return pool.with_subpool(state, index, _absorb(replace(p, low=low, high=high), low=True, high=True))
 
-    del inner
     state = replace(state, buffer=lax.optimization_barrier(state.buffer))
     state = lax.cond(jnp.any(go), slide, lambda s: s, state)
     moved = jnp.sum(go).astype(jnp.int32)
@@ -253,12 +249,12 @@ def relieve(state: PoolState, demand: tuple, *, complete: bool = False) -> tuple
     if not isinstance(layout, UnifiedLayout) or len(layout.subpools) == 1:
         return state, jnp.int32(0)
     last = len(layout.subpools) - 1
-    grows = [d > u.holes for d, u in zip(demand, state.usage)]
-    several = sum(g.astype(jnp.int32) for g in map(jnp.asarray, grows)) > 1
-    before = _open_granules(state)
+    grows = jnp.stack([d > u.holes for d, u in zip(demand, state.usage)])
+    several = jnp.sum(grows) > 1
+    before = _used_granules(state)
     moved = jnp.int32(0)
     for i in (0, last):
-        others = jnp.any(jnp.stack([g for j, g in enumerate(grows) if j != i]))
+        others = jnp.any(jnp.delete(grows, i))
         wanted = (others | (several & grows[i])) & (state.subpools[i].hole_count > 0) & (state.gate == 0)
         state = replace(state, buffer=lax.optimization_barrier(state.buffer))
 
@@ -271,14 +267,13 @@ def relieve(state: PoolState, demand: tuple, *, complete: bool = False) -> tuple
         for side, neighbour in (("low", 0), ("high", last)):
             need = jnp.maximum(demand[neighbour] - state.usage[neighbour].holes, 0)
             need = jnp.minimum(need, layout.subpools[neighbour].num_pages) * chain.unit(layout, layout.subpools[neighbour])
-            slid, room = make_room(state, layout.subpools[i].name, side, need)
-            state = slid
+            state, room = make_room(state, layout.subpools[i].name, side, need)
             moved += room.moved
-    return state, moved + (_open_granules(state) > before)
+    return state, moved + (_used_granules(state) < before)
 
 
-def _open_granules(state: PoolState) -> Int32[Array, ""]:
-    """Granules between bands, summed."""
-    layout = state.layout
-    used = [(p.high - p.low) * chain.unit(layout, s) for s, p in zip(layout.subpools, state.subpools)]
-    return -sum(used, jnp.int32(0))
+def _used_granules(state: PoolState) -> Int32[Array, ""]:
+    """Granules inside bands, summed."""
+    return sum(
+        ((p.high - p.low) * chain.unit(state.layout, s) for s, p in zip(state.layout.subpools, state.subpools)), jnp.int32(0)
+    )
