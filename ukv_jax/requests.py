@@ -91,9 +91,17 @@ def available(state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[
     return _granted(state, d)
 
 
+def demand(
+    state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[Array, " lanes"], *, pages_per_row: int
+) -> tuple[Int32[Array, ""], ...]:
+    """Pages of every sub-pool, in chain order, that `reserve` with the same arguments would like to take in all."""
+    d = _demand(state, rows, target_len, pages_per_row)
+    return _chain_demand(state.layout, jnp.sum(d.pages), jnp.sum(d.slots))
+
+
 def _granted(state: PoolState, d: _Demand) -> Bool[Array, " lanes"]:
-    demand = _chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
-    fits, _ = chain.plan(state.layout, state.usage, demand)
+    prefixes = _chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
+    fits, _ = chain.plan(state.layout, state.usage, prefixes)
     fits = jnp.broadcast_to(fits, d.pages.shape)
     needs = (d.pages > 0) | (d.slots > 0)
     # The first lane that does not fit refuses itself and all later lanes that need something.
@@ -431,13 +439,13 @@ def capacity(state: PoolState, *names: str, after_compaction: bool = False) -> I
     if not wanted:
         raise ValueError(f"name at least one sub-pool of {[s.name for s in layout.subpools]}")
 
-    def demand(n):
+    def each(n):
         return tuple(n if i in wanted else jnp.int32(0) for i in range(len(layout.subpools)))
 
     def fits(n):
-        now = chain.plan(layout, state.usage, demand(n))[0]
+        now = chain.plan(layout, state.usage, each(n))[0]
         if not after_compaction:
             return now
-        return now | ((state.gate == 0) & chain.fits_compacted(layout, state.usage, demand(n)))
+        return now | ((state.gate == 0) & chain.fits_compacted(layout, state.usage, each(n)))
 
     return chain.largest(fits, max(layout.subpools[i].num_pages for i in wanted))

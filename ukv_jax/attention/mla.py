@@ -1,0 +1,67 @@
+"""MLA over the pool: store latent rows, then attend to all rows of the request."""
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels.mla_decode import api as mla_decode
+from pallas_kernels.read_source import ReadSource
+from ukv_jax import views
+from ukv_jax.layout import FP8_MAX, MLASpec, SubPool
+from ukv_jax.translator import KernelTokens
+
+
+def encode_rows(spec: MLASpec, row_bytes: int, kv: Float[Array, "n width"]) -> UInt8[Array, "n row_bytes"]:
+    """Rows as they are stored.
+
+    fp8: `width` e4m3 values that saturate at +-448, one f32 scale (largest magnitude / 448; 1 for a row of zeros), zero
+    padding. value = e4m3 * scale.
+    """
+    if spec.dtype != "float8_e4m3fn":
+        return views.to_bytes(kv.astype(spec.dtype))
+    kv = kv.astype(jnp.float32)
+    peak = jnp.max(jnp.abs(kv), axis=-1, keepdims=True)
+    # Not below the smallest normal f32: a subnormal scale is flushed to 0 and divides by it.
+    scale = jnp.where(peak > 0, jnp.maximum(peak / FP8_MAX, jnp.finfo(jnp.float32).tiny), 1.0)
+    values = jnp.clip(kv / scale, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
+    row = jnp.concatenate([views.to_bytes(values), views.to_bytes(scale)], axis=-1)
+    return jnp.pad(row, ((0, 0), (0, row_bytes - row.shape[-1])))
+
+
+def write(
+    subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, locs: KernelTokens, kv_c: Array, k_pe: Array
+) -> UInt8[Array, " total"]:
+    """Stores one latent row a token at cache-layer `layer`; kv_c and k_pe are [rows, tokens, width], loc 0 drops."""
+    region = subpool.region()
+    kv = jnp.concatenate([kv_c, k_pe], axis=-1)
+    stored = encode_rows(subpool.spec, region.row_bytes, kv.reshape(-1, kv.shape[-1]))
+    loc = locs.ids.reshape(-1)
+    offset = subpool.block_offset(layer) * subpool.page_size
+    return views.write_rows(buffer, jnp.where(loc > 0, loc + offset, -1), stored)
+
+
+def attend(
+    subpool: SubPool,
+    buffer: UInt8[Array, " total"],
+    layer: int,
+    source: ReadSource,
+    ql_nope: Float[Array, "rows tokens heads kv_lora_rank"],
+    q_pe: Float[Array, "rows tokens heads rope"],
+    q_start: Int32[Array, " rows"],
+    *,
+    sm_scale: float,
+    implementation: str | None,
+) -> tuple[Float[Array, "rows tokens heads kv_lora_rank"], Float[Array, "rows tokens heads"]]:
+    """Output in the latent space and log-sum-exp of each query, query i of a row at position q_start + i."""
+    region = subpool.region()
+    return mla_decode.mla_decode(
+        jnp.concatenate([ql_nope, q_pe], axis=-1),
+        buffer,
+        source,
+        jnp.int32(subpool.block_offset(layer)),
+        kv_dtype=subpool.spec.dtype,
+        row_width=region.block_shape[-1],
+        v_width=subpool.spec.kv_lora_rank,
+        sm_scale=sm_scale,
+        q_start=q_start,
+        implementation=implementation,
+    )

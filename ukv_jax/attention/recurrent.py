@@ -1,0 +1,48 @@
+"""Recurrent state in the pool: one slot a request, every part of every layer in blocks of that slot."""
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int32, UInt8
+
+from ukv_jax import views
+from ukv_jax.layout import PADDING, StateSpec, SubPool
+
+
+def _block_index(subpool: SubPool, part: str, layer: int, slots: Int32[Array, " rows"]) -> Int32[Array, "rows blocks"]:
+    """Block of every piece of `part` at cache-layer `layer`; the padding slot's for a dead row."""
+    per_layer = next(p for p in subpool.spec.parts if p.name == part).blocks_per_layer
+    offsets = np.array([subpool.block_offset(layer * per_layer + j, part) for j in range(per_layer)], np.int32)
+    return jnp.maximum(slots, PADDING)[:, None] * subpool.stride(part) + offsets
+
+
+def read(subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: Int32[Array, " rows"]) -> dict[str, Array]:
+    """Each part of one layer, [rows, blocks_per_layer, *block_shape]; a dead row (slot -1) reads zeros."""
+    assert isinstance(subpool.spec, StateSpec)
+    state = {}
+    for part in subpool.spec.parts:
+        region = subpool.region(part.name)
+        raw = views.read_rows(buffer, region.block_bytes, _block_index(subpool, part.name, layer, slots))
+        state[part.name] = views.from_bytes(raw, part.dtype).reshape(*raw.shape[:2], *part.block_shape)
+    return state
+
+
+def write(
+    subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: Int32[Array, " rows"], state: dict[str, Array]
+) -> UInt8[Array, " total"]:
+    """Stores what `read` gave, changed. Dead rows write nothing. Missing or unknown parts are a ValueError."""
+    assert isinstance(subpool.spec, StateSpec)
+    names = [p.name for p in subpool.spec.parts]
+    if set(state) != set(names):
+        raise ValueError(f"state parts {sorted(state)} given, sub-pool {subpool.name!r} has {sorted(names)}")
+    for part in subpool.spec.parts:
+        region = subpool.region(part.name)
+        value = state[part.name]
+        want = (slots.shape[0], part.blocks_per_layer, *part.block_shape)
+        if value.shape != want:
+            raise ValueError(f"state part {part.name!r} has shape {value.shape}, the pool stores {want}")
+        index = _block_index(subpool, part.name, layer, slots)
+        index = jnp.where(slots[:, None] > PADDING, index, -1)
+        raw = views.to_bytes(value.astype(part.dtype).reshape(-1, np.prod(part.block_shape)))
+        assert raw.shape[-1] == region.block_bytes
+        buffer = views.write_rows(buffer, index.reshape(-1), raw)
+    return buffer

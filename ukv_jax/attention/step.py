@@ -1,0 +1,115 @@
+"""One step of a batch over the pool: translated once, used by every layer.
+
+`PoolStep` is the cache that models talk to. Its methods write before they read, so a new token sees itself, and return a
+new step that holds the new buffer.
+"""
+
+from dataclasses import dataclass, field, replace
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32, UInt8
+
+from pallas_kernels.read_source import ReadSource
+from ukv_jax import translator
+from ukv_jax.attention import mla, recurrent
+from ukv_jax.layout import MLASpec, PoolLayout, Spec, StatePart, StateSpec
+from ukv_jax.models.decoder import CacheSpec
+from ukv_jax.pool import UNBOUND, PoolState
+from ukv_jax.translator import Delivery, KernelTokens
+
+
+def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
+    """Sub-pools that a model's cache needs."""
+    specs: list[Spec] = []
+    if spec.latent is not None:
+        kv = spec.latent
+        specs.append(MLASpec(kv.num_layers, kv.kv_lora_rank, kv.qk_rope_head_dim, kv.dtype))
+    if spec.state:
+        specs.append(
+            StateSpec(tuple(StatePart(p.name, p.num_layers, p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.state))
+        )
+    return tuple(specs)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PoolStep:
+    """positions [rows, tokens] of the new tokens, right-padded; new_len [rows] valid ones, 0 = dead row."""
+
+    buffer: UInt8[Array, " total_bytes"]
+    positions: Int32[Array, "rows tokens"]
+    new_len: Int32[Array, " rows"]
+    source: ReadSource
+    write_locs: KernelTokens
+    slots: Int32[Array, " rows"] | None
+    layout: PoolLayout = field(metadata={"static": True})
+    implementation: str | None = field(metadata={"static": True})
+
+    def mla(
+        self, layer: int, ql_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array, *, sm_scale: float
+    ) -> tuple[Array, "PoolStep"]:
+        """Stores kv_c and k_pe of the new tokens at cache-layer `layer`, then attends. Shapes as in `attention.mla`."""
+        full = self.layout.full
+        if not isinstance(full.spec, MLASpec):
+            raise ValueError(f"the full sub-pool holds {type(full.spec).__name__}, not MLA rows")
+        buffer = mla.write(full, self.buffer, layer, self.write_locs, kv_c, k_pe)
+        out, _ = mla.attend(
+            full,
+            buffer,
+            layer,
+            self.source,
+            ql_nope,
+            q_pe,
+            self.positions[:, 0],
+            sm_scale=sm_scale,
+            implementation=self.implementation,
+        )
+        return out, replace(self, buffer=buffer)
+
+    def read_state(self, layer: int) -> dict[str, Array]:
+        return recurrent.read(self.layout.state, self.buffer, layer, self.slots)
+
+    def write_state(self, layer: int, state: dict[str, Array]) -> "PoolStep":
+        return replace(self, buffer=recurrent.write(self.layout.state, self.buffer, layer, self.slots, state))
+
+
+def begin_step(
+    state: PoolState,
+    rows: Int32[Array, " rows"],
+    new_len: Int32[Array, " rows"],
+    *,
+    tokens: int,
+    delivery: Delivery = "table",
+    implementation: str | None = None,
+) -> PoolStep:
+    """Translates for a step of up to `tokens` new tokens a row, at positions seq_len onward.
+
+    The rows' pages must be reserved. Rows with new_len 0 are dead: they write nothing and read nothing.
+    delivery and implementation choose how attention gets its addresses and which kernel runs.
+    """
+    inside = (rows >= 0) & (rows < state.layout.max_requests)
+    new_len = jnp.where(inside, new_len, 0)
+    start = state.requests.seq_len[jnp.where(inside, rows, 0)]
+    offset = jnp.arange(tokens, dtype=jnp.int32)
+    positions = start[:, None] + offset
+    virtual = translator.virtual_tokens(state, rows, positions)
+    valid = offset < new_len[:, None]
+    virtual = replace(virtual, ids=jnp.where(valid, virtual.ids, UNBOUND))
+    live = new_len > 0
+    source = translator.read_source(
+        state, rows, jnp.where(live, start + new_len, 0), delivery=delivery, implementation=None
+    )
+    slots = None
+    if state.layout.state is not None:
+        slots = jnp.where(live, translator.translate_state_slots(state, rows), -1)
+    return PoolStep(
+        state.buffer,
+        positions,
+        new_len,
+        source,
+        translator.translate_write_locs(state, virtual),
+        slots,
+        state.layout,
+        implementation,
+    )
