@@ -91,6 +91,11 @@ def mla_decode(
         raise ValueError(
             f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}"
         )
+    platform, _ = device.target()
+    if implementation in ("mosaic", "triton") and platform != "cuda":
+        raise NotImplementedError(
+            f"implementation {implementation!r} needs a CUDA GPU, the device at hand is {platform}"
+        )
     for name in names:
         try:
             return _load(name)(
@@ -121,7 +126,7 @@ def _load(name: str) -> Callable[..., tuple[Array, Array]]:
 
 def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) -> None:  # type: ignore[no-untyped-def]
     if not isinstance(source, PageTable | TokenStream | VirtualPages):
-        raise ValueError(
+        raise TypeError(
             f"source must be a PageTable, TokenStream or VirtualPages, got {type(source).__name__}"
         )
     if kv_dtype.name not in KV_DTYPES:

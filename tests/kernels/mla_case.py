@@ -1,0 +1,193 @@
+"""Problems for paged MLA attention: a poisoned pool, the ids to read it by in each form, and the exact answer."""
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+
+ABSURD = np.array([-7, 2**31 - 1, -(2**31), 1 << 20], np.int32)  # what the ids nobody may look at hold
+DELIVERIES = ("table", "stream", "virtual")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem. Every byte that the answer may not depend on is NaN, every id an absurd one."""
+
+    q: np.ndarray  # [rows, s_q, heads, qk_width]
+    pool: np.ndarray  # uint8[total_bytes]
+    pages: np.ndarray  # int32[rows, width]: physical page of each column, absurd past kv_end
+    kv: list[np.ndarray]  # for each row f64[kv_end, qk_width], the rows as stored
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+    q_start: np.ndarray | None
+    page_size: int
+    blocks_per_page: int
+    block_offset: int
+    options: dict  # kv_dtype, row_width, v_width, sm_scale, logit_cap
+
+    @property
+    def num_pages(self) -> int:
+        block = self.page_size * self.options["row_width"] * np.dtype(self.options["kv_dtype"]).itemsize
+        return self.pool.size // block // self.blocks_per_page
+
+    def source(self, delivery: str, extra_columns: int = 0) -> ReadSource:
+        """The ids of this problem as "table", "stream" or "virtual". More columns add absurd ids only."""
+        ps, rows = self.page_size, len(self.kv_end)
+        pages = np.hstack([self.pages, np.resize(ABSURD, (rows, extra_columns))])
+        live = np.arange(pages.shape[1]) * ps < self.kv_end[:, None]
+        with np.errstate(over="ignore"):
+            entries = np.where(live, pages * np.int32(self.blocks_per_page), pages)
+        bounds = jnp.asarray(self.kv_start), jnp.asarray(self.kv_end)
+        match delivery:
+            case "table":
+                return PageTable(jnp.asarray(entries), *bounds, page_size=ps)
+            case "stream":
+                ids = []
+                for row in range(rows):
+                    pos = np.arange(self.kv_start[row], max(self.kv_start[row], self.kv_end[row]))
+                    ids.append(entries[row, pos // ps] * ps + pos % ps)
+                indptr = np.cumsum([0] + [len(x) for x in ids])
+                packed = np.concatenate([*ids, ABSURD]).astype(np.int32)
+                return TokenStream(jnp.asarray(packed), jnp.asarray(indptr, jnp.int32), *bounds, page_size=ps)
+            case "virtual":
+                # Virtual page v of physical page p is an unrelated number; the request rows lie in another order.
+                rng = np.random.default_rng(7)
+                v2p = np.zeros(self.num_pages + 1, np.int32)
+                v2p[1:-1] = rng.permutation(self.num_pages - 1) + 1
+                v2p[-1] = -1
+                p2v = np.argsort(v2p[:-1])
+                virtual = np.where(live, p2v[np.where(live, pages, 0)], pages).astype(np.int32)
+                row_ids = rng.permutation(rows + 3)[:rows].astype(np.int32)
+                requests = np.resize(ABSURD, (rows + 3, virtual.shape[1]))
+                requests[row_ids] = virtual
+                ids = jnp.asarray(requests), jnp.asarray(row_ids), jnp.asarray(v2p)
+                return VirtualPages(*ids, *bounds, page_size=ps, blocks_per_page=self.blocks_per_page)
+        raise ValueError(delivery)
+
+    def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
+        """(out, lse) as numpy arrays in f64."""
+        out, lse = mla_decode(
+            jnp.asarray(self.q),
+            jnp.asarray(self.pool),
+            self.source(delivery, extra_columns),
+            self.block_offset,
+            q_start=None if self.q_start is None else jnp.asarray(self.q_start),
+            implementation=implementation,
+            **self.options,
+        )
+        assert out.dtype == self.q.dtype
+        assert lse.dtype == jnp.float32
+        return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+    def expected(self):
+        """(out, lse) in f64, by the definition."""
+        rows, s_q, heads, _ = self.q.shape
+        v_width, cap = self.options["v_width"], self.options["logit_cap"]
+        out, lse = np.zeros((rows, s_q, heads, v_width)), np.full((rows, s_q, heads), np.inf)
+        starts = self.kv_end - s_q if self.q_start is None else self.q_start
+        for row, i in np.ndindex(rows, s_q):
+            stop = min(self.kv_end[row], starts[row] + i + 1)
+            if stop <= self.kv_start[row]:
+                continue
+            kv = self.kv[row][self.kv_start[row] : stop]
+            s = self.q[row, i].astype(np.float64) @ kv.T * self.options["sm_scale"]
+            if cap is not None:
+                s = cap * np.tanh(s / cap)
+            peak = s.max(axis=1, keepdims=True)
+            p = np.exp(s - peak)
+            out[row, i] = p @ kv[:, :v_width] / p.sum(axis=1, keepdims=True)
+            lse[row, i] = peak[:, 0] + np.log(p.sum(axis=1))
+        return out, lse
+
+    def check(self, out, lse, *, tolerance: float | None = None) -> None:
+        """Norm of the difference over the norm for each request, and lse; nothing visible is exactly 0 and +inf."""
+        if tolerance is None:
+            tolerance = 3e-3 if self.q.dtype == ml_dtypes.bfloat16 else 1e-5
+        want, want_lse = self.expected()
+        np.testing.assert_array_equal(np.isposinf(lse), np.isposinf(want_lse))
+        visible = np.isfinite(want_lse)
+        np.testing.assert_allclose(lse[visible], want_lse[visible], rtol=0, atol=tolerance)
+        assert not np.any(out[~visible])
+        for row in range(len(want)):
+            error = np.linalg.norm(out[row] - want[row])
+            assert error <= tolerance * np.linalg.norm(want[row]), (
+                f"row {row}: {error / np.linalg.norm(want[row]):.3g}"
+            )
+
+
+def make_case(
+    lengths,
+    *,
+    heads: int = 4,
+    s_q: int = 1,
+    page_size: int = 64,
+    kv_start=None,
+    q_start=None,
+    qk_width: int = 576,
+    v_width: int = 512,
+    row_width: int | None = None,
+    dtype="bfloat16",
+    kv_dtype=None,
+    logit_cap: float | None = None,
+    blocks_per_page: int = 3,
+    block_offset: int = 1,
+    spare_pages: int = 5,
+    seed: int = 0,
+) -> Case:
+    """A random problem with permuted pages. Live: the slots [kv_start, kv_end) of the layer at `block_offset`."""
+    rng = np.random.default_rng(seed)
+    kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
+    fp8 = kv_dtype.itemsize == 1
+    row_width = row_width or (qk_width + 64 if fp8 else qk_width)
+    kv_end = np.asarray(lengths, np.int32)
+    rows = len(kv_end)
+    kv_start = np.zeros(rows, np.int32) if kv_start is None else np.asarray(kv_start, np.int32)
+    counts = -(-kv_end // page_size)
+    width = max(1, int(counts.max(initial=0)))
+    num_pages = int(counts.sum()) + spare_pages + 1
+    pages = np.resize(ABSURD, (rows, width))
+    order, taken = np.random.default_rng([seed, num_pages]).permutation(num_pages - 1) + 1, 0
+    pool = np.full((num_pages, blocks_per_page, page_size, row_width * kv_dtype.itemsize), 0xFF, np.uint8)
+    pool[0] = 0
+    kv = []
+    for row in range(rows):
+        pages[row, : counts[row]] = order[taken : taken + counts[row]]
+        taken += counts[row]
+        values = rng.normal(size=(kv_end[row], qk_width)) * rng.uniform(0.5, 2)
+        pos = np.arange(kv_start[row], kv_end[row])
+        if fp8:
+            scale = rng.uniform(0.01, 0.1, (kv_end[row], 1)).astype(np.float32)
+            stored = np.clip(values / scale, -448, 448).astype(kv_dtype)
+            raw = np.hstack([stored.view(np.uint8), scale.view(np.uint8)])
+            values = stored.astype(np.float64) * scale
+        else:
+            stored = values.astype(kv_dtype)
+            raw = stored.view(np.uint8)
+            values = stored.astype(np.float64)
+        where = pages[row, pos // page_size], block_offset, pos % page_size
+        pool[(*where, slice(0, raw.shape[1]))] = raw[pos]
+        kv.append(values)
+    return Case(
+        q=rng.normal(size=(rows, s_q, heads, qk_width)).astype(jnp.dtype(dtype)),
+        pool=pool.reshape(-1),
+        pages=pages.astype(np.int32),
+        kv=kv,
+        kv_start=kv_start,
+        kv_end=kv_end,
+        q_start=None if q_start is None else np.asarray(q_start, np.int32),
+        page_size=page_size,
+        blocks_per_page=blocks_per_page,
+        block_offset=block_offset,
+        options={
+            "kv_dtype": kv_dtype,
+            "row_width": row_width,
+            "v_width": v_width,
+            "sm_scale": 1 / math.sqrt(192),
+            "logit_cap": logit_cap,
+        },
+    )

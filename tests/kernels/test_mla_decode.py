@@ -1,0 +1,407 @@
+"""What every implementation of paged MLA attention must do.
+
+`pytest -m gpu` on a machine with a GPU runs the GPU kernels through the same tests.
+"""
+
+import dataclasses
+from functools import partial
+from itertools import product
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.mla_decode import merge_partials, mla_decode
+from pallas_kernels.read_source import PageTable, VirtualPages
+from tests.deviceless import compile_for, requires_plugin, shape
+from tests.kernels.mla_case import ABSURD, DELIVERIES, Case, make_case
+
+IMPLEMENTATIONS = [
+    "xla",
+    pytest.param("triton", marks=pytest.mark.gpu),
+    pytest.param("mosaic", marks=pytest.mark.gpu),
+]
+EDGES = [0, 1, 63, 64, 65, 200]
+
+
+def must_serve(implementation: str, case: Case, delivery: str) -> bool:
+    """May the implementation not decline this problem on an H200? (Others it may, with a reason.)"""
+    if implementation == "mosaic":
+        return (
+            delivery != "stream"
+            and case.q.dtype == case.options["kv_dtype"] == jnp.bfloat16
+            and case.options["row_width"] == 576
+            and case.page_size in (8, 16, 32, 64, 128)
+            and case.q.shape[1] <= 8
+        )
+    return implementation == "xla" or case.options["kv_dtype"].itemsize > 1
+
+
+def run(implementation: str, case: Case, delivery: str = "table", **kwargs):
+    """(out, lse); skips where the implementation declines and may."""
+    try:
+        return case.run(implementation, delivery, **kwargs)
+    except NotImplementedError as reason:
+        if must_serve(implementation, case, delivery):
+            raise
+        pytest.skip(f"{implementation} declines: {reason}")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.mark.parametrize("heads", [1, 3, 9, 16, 31, 63, 64, 126, 128])
+def test_head_counts(implementation, heads):
+    case = make_case(EDGES, heads=heads)
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.parametrize(
+    "page_size, delivery", [*product((1, 8, 128), DELIVERIES), *product((2, 16, 32), ["table"])]
+)
+def test_page_sizes(implementation, page_size, delivery):
+    case = make_case(EDGES, heads=8, page_size=page_size)
+    case.check(*run(implementation, case, delivery))
+
+
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_deliveries_agree_to_the_bit(implementation, page_size, s_q):
+    case = make_case([77, 0, 130, 64], heads=16, s_q=s_q, page_size=page_size, kv_start=[3, 0, 65, 0])
+    results = {}
+    for delivery in DELIVERIES:
+        try:
+            results[delivery] = case.run(implementation, delivery)
+        except NotImplementedError:
+            assert not must_serve(implementation, case, delivery)
+    if len(results) < 2:
+        pytest.skip(f"{implementation} serves {sorted(results)} only")
+    first, *others = results.values()
+    for other in others:
+        np.testing.assert_array_equal(other[0], first[0])
+        np.testing.assert_array_equal(other[1], first[1])
+
+
+@pytest.mark.parametrize("s_q", range(2, 9))
+def test_queries_are_causal(implementation, s_q):
+    """Lengths below s_q too: the first queries then sit before the first token and see nothing."""
+    case = make_case([0, 1, 2, 5, 8, 64, 67, 129], heads=4, s_q=s_q)
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_window_starts_anywhere(implementation, delivery):
+    case = make_case([100, 100, 100, 64, 300, 9], kv_start=[0, 1, 63, 64, 128, 8], heads=4, s_q=2)
+    case.check(*run(implementation, case, delivery))
+
+
+def test_padded_chunk(implementation):
+    """Right-padded chunks: q_start = kv_end - new_len. What padding queries give is finite; the others are exact."""
+    new = np.array([8, 3, 1, 0, 5])
+    kv_end = np.array([8, 70, 1, 0, 200])
+    case = make_case(kv_end, heads=4, s_q=8, q_start=kv_end - new)
+    out, lse = run(implementation, case)
+    case.check(out, lse)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("cap", [5.0, 50.0])
+def test_logit_cap(implementation, cap):
+    case = make_case(EDGES, heads=8, logit_cap=cap)
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_float32(implementation, delivery):
+    case = make_case(EDGES, heads=3, dtype="float32", page_size=16)
+    case.check(*run(implementation, case, delivery))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_float32_queries_over_bfloat16_rows_and_the_reverse(implementation, dtype):
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
+    case = make_case([70, 5], heads=3, dtype=dtype, kv_dtype=other)
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_float8_rows(implementation, delivery):
+    case = make_case(EDGES, heads=8, kv_dtype="float8_e4m3fn")
+    case.check(*run(implementation, case, delivery))
+
+
+@pytest.mark.parametrize(
+    "widths",
+    [(40, 32, 48), (64, 64, 64), (160, 128, 160), (288, 256, 288)],
+    ids=lambda w: "x".join(map(str, w)),
+)
+def test_small_models(implementation, widths):
+    qk_width, v_width, row_width = widths
+    case = make_case(EDGES, heads=4, qk_width=qk_width, v_width=v_width, row_width=row_width, page_size=16)
+    case.check(*run(implementation, case))
+
+
+def test_place_of_pages_does_not_matter(implementation):
+    """The same rows at other places, in a wider table with other neighbours: the same bits."""
+    case = make_case([500, 3, 64], heads=16)
+    again = make_case([500, 3, 64], heads=16, spare_pages=40, blocks_per_page=5, block_offset=4)
+    assert not np.array_equal(case.pages, again.pages)
+    for a, b in zip(run(implementation, case), run(implementation, again, extra_columns=9), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_bad_ids_read_the_padding_page(implementation, delivery):
+    """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
+    case = make_case([256, 256], heads=4)
+    source = case.source(delivery)
+    bad = [1, 3]  # columns of row 0
+    match delivery:
+        case "table":
+            source = dataclasses.replace(source, table=source.table.at[0, jnp.array(bad)].set(ABSURD[:2]))
+        case "stream":
+            where = jnp.arange(256).reshape(4, 64)[jnp.array(bad)]
+            source = dataclasses.replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
+        case "virtual":
+            row = source.row_ids[0]
+            tombstone = source.req_to_page[row, 3]
+            source = dataclasses.replace(
+                source,
+                req_to_page=source.req_to_page.at[row, 1].set(ABSURD[1]),
+                v2p=source.v2p.at[tombstone].set(-1),
+            )
+    for column in bad:
+        case.kv[0][column * 64 : (column + 1) * 64] = 0
+    try:
+        out, lse = mla_decode(
+            jnp.asarray(case.q),
+            jnp.asarray(case.pool),
+            source,
+            case.block_offset,
+            implementation=implementation,
+            **case.options,
+        )
+    except NotImplementedError as reason:
+        assert not must_serve(implementation, case, delivery)
+        pytest.skip(f"{implementation} declines: {reason}")
+    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+
+
+def test_block_offset_is_a_run_time_operand(implementation):
+    """One program reads every layer."""
+    case = make_case(EDGES, heads=4, block_offset=0)
+    rng = np.random.default_rng(3)
+    blocks = case.pool.reshape(case.num_pages, case.blocks_per_page, -1)
+    layers = [case]
+    for layer in range(1, case.blocks_per_page):
+        blocks[:, layer] = blocks[:, layer - 1]
+        live = blocks[:, layer].view(jnp.bfloat16)
+        factor = np.where(np.isnan(live.astype(np.float32)), 1, rng.choice([-2.0, -0.5, 0.5, 2.0])).astype(
+            live.dtype
+        )
+        live *= factor
+        scale = np.unique(factor.astype(np.float64))
+        scale = scale[scale != 1]
+        assert scale.size == 1
+        layers.append(
+            dataclasses.replace(layers[-1], kv=[kv * scale for kv in layers[-1].kv], block_offset=layer)
+        )
+    program = jax.jit(partial(mla_decode, implementation=implementation, **case.options))
+    q, pool, source = jnp.asarray(case.q), jnp.asarray(case.pool), case.source("table")
+    for layer in layers:
+        out, lse = program(q, pool, source, jnp.int32(layer.block_offset))
+        layer.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    assert program._cache_size() == 1
+
+
+def test_small_batch_after_a_large_one(implementation):
+    """One program of 8 lanes, of which 8, 3, 8, 1, 8 are live: lanes past the batch have length 0 and absurd ids."""
+    case = make_case([65, 1, 300, 64, 128, 7, 63, 90], heads=8)
+    program = jax.jit(partial(mla_decode, implementation=implementation, **case.options))
+    for live in (8, 3, 8, 1, 8):
+        lanes = np.arange(8) < live
+        part = dataclasses.replace(
+            case,
+            kv_end=np.where(lanes, case.kv_end, 0).astype(np.int32),
+            pages=np.where(lanes[:, None], case.pages, ABSURD[1]),
+        )
+        q, pool = jnp.asarray(part.q), jnp.asarray(part.pool)
+        out, lse = program(q, pool, part.source("table"), jnp.int32(1))
+        part.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    assert program._cache_size() == 1
+
+
+def test_long_context(implementation):
+    case = make_case([5000, 17, 2048], heads=2, kv_start=[0, 0, 1900])
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_very_long_context(implementation, delivery):
+    case = make_case([100_000, 1, 99_999], heads=16, blocks_per_page=1, block_offset=0)
+    case.check(*run(implementation, case, delivery))
+
+
+@pytest.mark.gpu
+def test_large_batch(implementation):
+    case = make_case(np.random.default_rng(0).integers(0, 400, 512), heads=32)
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delivery", DELIVERIES)
+def test_rows_past_two_to_the_32_bytes(implementation, delivery):
+    """Live pages at both ends of a pool of 6 GiB (3.2e9 elements): no product of ids overflows."""
+    case = make_case([300, 64], heads=16, blocks_per_page=1, block_offset=0)
+    block = 64 * 576 * 2
+    low = case.num_pages
+    high = (6 << 30) // block  # the copy of page p lies at page `high + p`
+    pool = jnp.zeros((high + low) * block, jnp.uint8)
+    pool = jax.jit(lambda pool, small: pool.at[high * block :].set(small), donate_argnums=0)(pool, case.pool)
+    moved = dataclasses.replace(case, pages=np.where(case.pages == ABSURD[1], case.pages, case.pages + high))
+    source = dataclasses.replace(moved, pool=np.broadcast_to(np.uint8(0), pool.shape)).source(delivery)
+    try:
+        out, lse = mla_decode(
+            jnp.asarray(case.q), pool, source, 0, implementation=implementation, **case.options
+        )
+    except NotImplementedError as reason:
+        assert not must_serve(implementation, case, delivery)
+        pytest.skip(f"{implementation} declines: {reason}")
+    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+
+
+# Merging of partial results.
+
+
+def test_merge_of_parts_is_the_whole():
+    whole = make_case([200, 64, 9, 0], heads=4, dtype="float32")
+    parts = []
+    for start, end in ((0, 64), (64, 70), (70, 200)):
+        kv_start = np.minimum(start, whole.kv_end)
+        part = dataclasses.replace(
+            whole,
+            kv_start=kv_start.astype(np.int32),
+            kv_end=np.minimum(whole.kv_end, end),
+            q_start=(whole.kv_end - 1).astype(np.int32),
+        )
+        parts.append(part.run("xla"))
+    out, lse = merge_partials(*(jnp.asarray(np.stack(x), jnp.float32) for x in zip(*parts, strict=True)))
+    whole.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+
+
+@pytest.mark.parametrize("empty", [np.inf, -np.inf])
+def test_merge_ignores_empty_parts(empty):
+    outs = jnp.array([[[1.0, 2.0], [np.nan, np.nan]], [[np.nan, np.nan], [np.nan, np.nan]]])
+    lses = jnp.array([[0.5, empty], [empty, empty]])
+    out, lse = merge_partials(outs, lses)
+    np.testing.assert_array_equal(out, [[1, 2], [0, 0]])
+    np.testing.assert_array_equal(lse, [0.5, np.inf])
+
+
+def test_merge_far_apart():
+    """exp of either lse alone would overflow or vanish."""
+    out, lse = merge_partials(jnp.array([[1.0], [3.0]]), jnp.array([2000.0, 2000.0 + np.log(3)]))
+    np.testing.assert_allclose(out, [2.5], rtol=1e-3)  # f32 keeps 2000 + log 3 to 1e-4
+    np.testing.assert_allclose(lse, 2000 + np.log(4), rtol=1e-6)
+
+
+# Errors that are known when tracing.
+
+GOOD = {"kv_dtype": "bfloat16", "row_width": 64, "v_width": 32, "sm_scale": 0.1}
+
+
+def arguments(**changes):
+    table = PageTable(jnp.ones((2, 3), jnp.int32), *[jnp.zeros(2, jnp.int32)] * 2, page_size=4)
+    good = {
+        "q": jnp.zeros((2, 1, 4, 64)),
+        "buffer": jnp.zeros(4096, jnp.uint8),
+        "source": table,
+        "block_offset": 0,
+    }
+    return {**good, **GOOD, **changes}
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"kv_dtype": "float16"}, "float16"),
+        ({"buffer": jnp.zeros(4095, jnp.uint8)}, "4095 bytes is no whole number of blocks of 512"),
+        ({"buffer": jnp.zeros((8, 512), jnp.uint8)}, r"\[8, 512\]"),
+        ({"q": jnp.zeros((3, 1, 4, 64))}, r"int32\[3\] to match q"),
+        ({"q": jnp.zeros((2, 1, 4, 80))}, "qk_width 80, row_width 64"),
+        ({"v_width": 65}, "v_width 65"),
+        ({"kv_dtype": "float8_e4m3fn"}, "room for an f32 scale"),
+        ({"logit_cap": -1.0}, "logit_cap must be positive, got -1"),
+        ({"q_start": jnp.zeros(3, jnp.int32)}, r"q_start must be int32\[2\]"),
+        ({"implementation": "cutlass"}, "cutlass"),
+        (
+            {"source": PageTable(jnp.ones((2, 3)), *[jnp.zeros(2, jnp.int32)] * 2, page_size=4)},
+            r"float32\[2, 3\]",
+        ),
+        (
+            {"source": VirtualPages(*[jnp.zeros(2, jnp.int32)] * 5, page_size=4, blocks_per_page=1)},
+            r"req_to_page int32\[2\]",
+        ),
+    ],
+)
+def test_errors_name_the_numbers(changes, words):
+    with pytest.raises(ValueError, match=words):
+        mla_decode(**arguments(**changes))
+
+
+def test_another_class_is_no_source():
+    with pytest.raises(TypeError, match="dict"):
+        mla_decode(**arguments(source={}))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="a GPU serves it")
+@pytest.mark.parametrize("name", ["triton", "mosaic"])
+def test_named_implementation_does_not_fall_back(name):
+    with pytest.raises(NotImplementedError, match=f"'{name}' needs a CUDA GPU"):
+        mla_decode(**arguments(implementation=name))
+
+
+# No copy of the pool.
+
+
+def pool_arguments(pool_bytes, rows=4, pages=16):
+    int32 = partial(shape, dtype="int32")
+    source = PageTable(int32((rows, pages)), int32((rows,)), int32((rows,)), page_size=64)
+    return shape((rows, 1, 16, 576), "bfloat16"), shape((pool_bytes,), "uint8"), source, int32(())
+
+
+def call_xla(q, pool, source, block_offset):
+    return mla_decode(
+        q,
+        pool,
+        source,
+        block_offset,
+        kv_dtype="bfloat16",
+        row_width=576,
+        v_width=512,
+        sm_scale=0.1,
+        implementation="xla",
+    )
+
+
+def test_cpu_program_copies_no_pool():
+    block = 64 * 576 * 2
+    temps = []
+    for blocks in (1000, 2000):
+        program = jax.jit(call_xla).lower(*pool_arguments(blocks * block)).compile()
+        temps.append(program.memory_analysis().temp_size_in_bytes)
+    assert temps[0] == temps[1]
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_gpu_program_copies_no_pool():
+    block = 64 * 576 * 2
+    temps = [
+        compile_for(call_xla, *pool_arguments(blocks * block)).temp_bytes for blocks in (50_000, 100_000)
+    ]
+    assert temps[0] == temps[1]
