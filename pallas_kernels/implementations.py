@@ -1,21 +1,46 @@
-"""Choice of an operation's implementation by name, or by the device at hand."""
+"""Running an operation by the implementation that was named, or by the best one for the device at hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
 
 from pallas_kernels import device
 
 
-def choose(implementation: str | None, available: Sequence[str], operation: str) -> str:
-    """Returns the implementation to run: the one that was named, or the best one for the device at hand.
+def run(
+    operation: str, implementations: Mapping[str, tuple[str, str]], implementation: str | None
+) -> Callable[..., Any]:
+    """Returns a function that calls an implementation with the arguments it is given.
 
-    A name that is not known raises ValueError; a known one is never replaced by another. Without a name,
-    Hopper GPUs (compute capability 9.0) get "mosaic" where the operation has it, everything else plain XLA.
+    Args:
+      operation: name for errors.
+      implementations: name -> (module, function), with "xla" among them. Modules are imported at first use: a GPU
+        backend may need what a CPU machine lacks.
+      implementation: a name, or None: "mosaic" on Hopper GPUs (compute capability 9.0) where the operation has it and
+        it can serve the call, else "xla".
+
+    Raises:
+      ValueError: an unknown name.
+      NotImplementedError: from the call, where the named implementation cannot serve it. It is never replaced.
     """
-    if implementation is not None:
-        if implementation not in available:
-            raise ValueError(
-                f"{operation}: implementation={implementation!r} is unknown, choose from {tuple(available)}"
-            )
-        return implementation
-    hopper = device.target() == ("cuda", (9, 0))
-    return "mosaic" if hopper and "mosaic" in available else "xla"
+    if implementation is None:
+        hopper = device.target() == ("cuda", (9, 0))
+        names = [name for name in ("mosaic", "xla") if name in implementations and (hopper or name == "xla")]
+    elif implementation in implementations:
+        names = [implementation]
+    else:
+        raise ValueError(
+            f"{operation}: implementation={implementation!r} is not one of {sorted(implementations)}"
+        )
+
+    def call(*args: Any, **options: Any) -> Any:
+        for name in names:
+            module, function = implementations[name]
+            try:
+                return getattr(import_module(module), function)(*args, **options)
+            except NotImplementedError:
+                if name == names[-1]:
+                    raise
+        raise AssertionError("unreachable: the last implementation returns or raises")
+
+    return call

@@ -10,9 +10,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels import implementations
-from pallas_kernels.bind_pages import reference
 
-IMPLEMENTATIONS = ("xla",)
+_PACKAGE = "pallas_kernels.bind_pages"
+BIND, TOMBSTONE = (
+    {"xla": (f"{_PACKAGE}.reference", function), "mosaic": (f"{_PACKAGE}.mosaic_gpu", function)}
+    for function in ("bind", "tombstone")
+)
 
 
 def bind(
@@ -41,8 +44,9 @@ def bind(
     _check_int32(name, virtual=virtual, physical=physical)
     if virtual.shape != physical.shape:
         raise ValueError(f"{name}: {virtual.shape[0]} virtual pages for {physical.shape[0]} physical ones")
-    implementations.choose(implementation, IMPLEMENTATIONS, name)
-    return reference.bind(v2p, p2v, virtual, physical)
+    if virtual.shape[0] == 0:
+        return v2p, p2v
+    return implementations.run(name, BIND, implementation)(v2p, p2v, virtual, physical)
 
 
 def tombstone(
@@ -76,7 +80,7 @@ def tombstone(
 
     Args:
       v2p, p2v: the maps; donate them to update in place.
-      free_ids, free_count: stack of free virtual ids; None where push_ids is False.
+      free_ids, free_count: stack of free virtual ids; not looked at, and returned as None, where push_ids is False.
       holes, hole_count: stack of free physical pages.
       virtual: pages to unbind.
       push_ids: whether the sub-pool owns its virtual ids. A sliding-window sub-pool shares those of the full
@@ -99,8 +103,10 @@ def tombstone(
             raise ValueError(f"{name}: push_ids=True needs free_ids and free_count")
         _check_int32(name, free_ids=free_ids)
         free_count = _check_count(name, "free_count", free_count)
-    implementations.choose(implementation, IMPLEMENTATIONS, name)
-    return reference.tombstone(v2p, p2v, free_ids, free_count, holes, hole_count, virtual, push_ids=push_ids)
+    else:
+        free_ids = free_count = None
+    unbind = implementations.run(name, TOMBSTONE, implementation)
+    return unbind(v2p, p2v, free_ids, free_count, holes, hole_count, virtual)
 
 
 def _check_int32(name: str, **arrays: jax.Array) -> None:

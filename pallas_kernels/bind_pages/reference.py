@@ -29,8 +29,6 @@ def tombstone(
     holes: jax.Array,
     hole_count: jax.Array,
     virtual: jax.Array,
-    *,
-    push_ids: bool,
 ):
     lanes = virtual.shape[0]
     inside = is_page(virtual, v2p.shape[0])
@@ -52,7 +50,7 @@ def tombstone(
     count = jnp.sum(freed, dtype=jnp.int32)
     holes = holes.at[jnp.where(freed, hole_count + rank, DROP)].set(physical, mode="drop")
     hole_count = hole_count + count
-    if push_ids:
+    if free_ids is not None:
         free_ids = free_ids.at[jnp.where(freed, free_count + rank, DROP)].set(virtual, mode="drop")
         free_count = free_count + count
     faults = jnp.sum((virtual != -1) & ~freed, dtype=jnp.int32)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+MAX_ITEMS = 2**31 - 2**12  # ids of a row or stream: their indices, and a trip's beyond them, fit int32
+
 type Int = int | jax.Array
 type Granularity = Literal["page", "token"]
 
@@ -52,8 +54,9 @@ def column_stride(page_size: int, granularity: Granularity) -> int:
 
 
 def row_tokens(table_width: int, page_size: int, granularity: Granularity) -> int:
-    """Tokens that one row of a request table can describe."""
-    return table_width if granularity == "token" else table_width * page_size
+    """Tokens that one row of a request table can describe, cut so that sums with a trip's items fit int32."""
+    tokens = table_width if granularity == "token" else table_width * page_size
+    return min(tokens, MAX_ITEMS)
 
 
 def entry(physical: Int, blocks_per_page: int) -> jax.Array:
@@ -91,6 +94,41 @@ def stream_span(
 def stream_id(entry: Int, position: Int, page_size: int) -> jax.Array:
     """Kernel-facing token id of a position in the page with this entry."""
     return entry * page_size + remainder(position, page_size)
+
+
+def quad_count(length: Int, indptr: Int) -> jax.Array:
+    """Aligned groups of four ids that a stream row of `length` ids from `indptr` touches."""
+    return jnp.where(length > 0, divide((indptr & 3) + length + 3, 4), 0)
+
+
+def quad_columns(
+    quad: Int, start: Int, length: Int, indptr: Int, page_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Table columns of the first and the last live id of a group; for page sizes of 4 and more there are no others.
+
+    Group q of a row holds the ids at 4 * (indptr // 4 + q) to 3 further on, whose first may lie before the row.
+    """
+    first = 4 * quad - (indptr & 3)
+    return tuple(
+        divide(start + jnp.clip(nth, 0, jnp.maximum(length - 1, 0)), page_size) for nth in (first, first + 3)
+    )
+
+
+def quad_ids(
+    quad: Int, entries: tuple[Int, Int], start: Int, length: Int, indptr: Int, page_size: int
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The four kernel-facing ids of a group, from the entries at its `quad_columns`, and which of them are live."""
+    first = 4 * quad - (indptr & 3)
+    offset = remainder(
+        start + first + page_size, page_size
+    )  # a group may start up to 3 tokens before position 0
+    ids, live = [], []
+    for e in range(4):
+        crosses = offset + e >= page_size
+        here, there = entries[0] * page_size, (entries[1] - 1) * page_size
+        ids.append(jnp.where(crosses, there, here) + offset + e)
+        live.append((first + e >= 0) & (first + e < length))
+    return ids, live
 
 
 def write_page(loc: Int, live: Int, page_size: int, num_rows: int | None, dcp_rank: Int, dcp_size: int):

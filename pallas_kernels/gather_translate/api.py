@@ -19,10 +19,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Int32
 
 from pallas_kernels import implementations
-from pallas_kernels.gather_translate import addressing, reference
+from pallas_kernels.gather_translate import addressing
 from pallas_kernels.gather_translate.addressing import Granularity
 
-IMPLEMENTATIONS = ("xla",)
+_PACKAGE = "pallas_kernels.gather_translate"
+FILL_TABLES, FILL_STREAM, WRITE_LOCS = (
+    {"xla": (f"{_PACKAGE}.reference", function), "mosaic": (f"{_PACKAGE}.mosaic_gpu", function)}
+    for function in ("fill_tables", "fill_stream", "write_locs")
+)
 
 
 def fill_read_table(
@@ -120,45 +124,42 @@ def fill_read_tables(
         )
     for v2p, blocks in zip(v2ps, blocks_per_page, strict=True):
         _check_target(name, v2p, blocks)
-    if out is None:
-        if width is None:
-            width = -(-request_table.shape[1] // addressing.column_stride(page_size, granularity))
-        if width < 1:
-            raise ValueError(f"{name}: width={width} must be at least 1")
-        outs = tuple(jnp.zeros((rows, width), dtype) for _ in v2ps)
-    else:
-        outs = tuple(out)
-        if len(outs) != len(v2ps):
-            raise ValueError(f"{name}: {len(outs)} buffers for {len(v2ps)} tables")
-        for buffer in outs:
+    if out is not None:
+        out = tuple(out)
+        width = out[0].shape[1] if width is None and out and out[0].ndim == 2 else width
+        if len(out) != len(v2ps):
+            raise ValueError(f"{name}: {len(out)} buffers for {len(v2ps)} tables")
+        for buffer in out:
             if (
                 buffer.ndim != 2
                 or buffer.shape[0] < rows
-                or buffer.shape != outs[0].shape
+                or buffer.shape[1] != width
                 or buffer.dtype != dtype
             ):
                 raise ValueError(
-                    f"{name}: out is {buffer.dtype}{list(buffer.shape)}, "
-                    f"need {dtype}[>= {rows}, width] for each"
+                    f"{name}: out is {buffer.dtype}{list(buffer.shape)}, need {dtype}[>= {rows}, {width}]"
                 )
-        if width is not None and width != outs[0].shape[1]:
-            raise ValueError(f"{name}: width={width} but out has {outs[0].shape[1]} columns")
-    inputs = (
+    elif width is None:
+        width = -(-request_table.shape[1] // addressing.column_stride(page_size, granularity))
+    if width < 1:
+        raise ValueError(f"{name}: width={width} must be at least 1")
+    if rows == 0:
+        return out or tuple(jnp.zeros((0, width), dtype) for _ in v2ps), jnp.zeros((0,), jnp.int32)
+    fill = implementations.run(name, FILL_TABLES, implementation)
+    return fill(
         request_table,
         tuple(v2ps),
         kv_end.astype(jnp.int32),
-        _row_ids(row_ids, rows),
-        _per_row(name, seq_len_delta, rows),
-        outs,
-    )
-    options = dict(
+        row_ids if row_ids is None else row_ids.astype(jnp.int32),
+        _delta(name, seq_len_delta, rows),
+        out,
+        width=width,
         page_size=page_size,
         blocks_per_page=tuple(blocks_per_page),
         zero_tail=zero_tail,
         granularity=granularity,
+        dtype=dtype,
     )
-    implementations.choose(implementation, IMPLEMENTATIONS, name)
-    return reference.fill_tables(*inputs, **options)
 
 
 def fill_packed_read_stream(
@@ -210,29 +211,30 @@ def fill_packed_read_stream(
         raise ValueError(f"{name}: indptr is {list(indptr.shape)}, need [{rows + 1}] for {rows} rows")
     if kv_start is not None and kv_start.shape != (rows,):
         raise ValueError(f"{name}: kv_start is {list(kv_start.shape)}, need [{rows}]")
-    if out is None:
-        if capacity is None or capacity < 1:
-            raise ValueError(f"{name}: capacity={capacity} must be at least 1 where no buffer is given")
-        out = jnp.zeros((capacity,), dtype)
-    elif out.ndim != 1 or out.dtype != dtype or (capacity is not None and capacity != out.shape[0]):
-        raise ValueError(
-            f"{name}: out is {out.dtype}{list(out.shape)}, need {dtype}[{capacity or 'capacity'}]"
-        )
-    if out.shape[0] >= 2**31:
-        raise ValueError(f"{name}: capacity={out.shape[0]} must be below 2**31")
-    inputs = (
+    if out is not None:
+        capacity = out.shape[0] if capacity is None and out.ndim == 1 else capacity
+        if out.shape != (capacity,) or out.dtype != dtype:
+            raise ValueError(f"{name}: out is {out.dtype}{list(out.shape)}, need {dtype}[{capacity}]")
+    if capacity is None or not 1 <= capacity <= addressing.MAX_ITEMS:
+        raise ValueError(f"{name}: capacity={capacity} must lie in [1, {addressing.MAX_ITEMS}]")
+    if rows == 0:
+        return jnp.zeros((capacity,), dtype) if out is None else out, jnp.zeros((0,), jnp.int32)
+    fill = implementations.run(name, FILL_STREAM, implementation)
+    return fill(
         request_table,
         v2p,
-        jnp.zeros((rows,), jnp.int32) if kv_start is None else kv_start.astype(jnp.int32),
+        kv_start if kv_start is None else kv_start.astype(jnp.int32),
         kv_end.astype(jnp.int32),
         indptr.astype(jnp.int32),
-        _row_ids(row_ids, rows),
-        _per_row(name, seq_len_delta, rows),
+        row_ids if row_ids is None else row_ids.astype(jnp.int32),
+        _delta(name, seq_len_delta, rows),
         out,
+        capacity=capacity,
+        page_size=page_size,
+        blocks_per_page=blocks_per_page,
+        granularity=granularity,
+        dtype=dtype,
     )
-    options = {"page_size": page_size, "blocks_per_page": blocks_per_page, "granularity": granularity}
-    implementations.choose(implementation, IMPLEMENTATIONS, name)
-    return reference.fill_stream(*inputs, **options)
 
 
 def packed_indptr(lengths: Int32[Array, " rows"]) -> Int32[Array, "rows+1"]:
@@ -283,12 +285,23 @@ def translate_write_locs(
     _check_page_size(name, page_size)
     _check_target(name, v2p, blocks_per_page)
     rank = _check_dcp(name, dcp_rank, dcp_size)
-    live = jnp.asarray(locs.shape[0] if live is None else live, jnp.int32)
-    if live.shape:
-        raise ValueError(f"{name}: live has shape {list(live.shape)}, need a scalar count")
-    options = dict(page_size=page_size, blocks_per_page=blocks_per_page, dcp_size=dcp_size)
-    implementations.choose(implementation, IMPLEMENTATIONS, name)
-    return reference.write_locs(_int32_ids(locs), v2p, live, rank, **options)
+    live = locs.shape[0] if live is None else live
+    if not isinstance(live, int):
+        live = jnp.asarray(live, jnp.int32)
+        if live.shape:
+            raise ValueError(f"{name}: live has shape {list(live.shape)}, need a scalar count")
+    if locs.shape[0] == 0:
+        return jnp.zeros((0,), jnp.int32)
+    translate = implementations.run(name, WRITE_LOCS, implementation)
+    return translate(
+        _int32_ids(locs),
+        v2p,
+        live,
+        rank,
+        page_size=page_size,
+        blocks_per_page=blocks_per_page,
+        dcp_size=dcp_size,
+    )
 
 
 def translate_dcp_read_ids(
@@ -368,12 +381,14 @@ def _check_target(name: str, v2p, blocks_per_page: int) -> None:
         raise ValueError(f"{name}: blocks_per_page={blocks_per_page} must be at least 1")
 
 
-def _check_dcp(name: str, dcp_rank, dcp_size: int) -> jax.Array:
+def _check_dcp(name: str, dcp_rank, dcp_size: int) -> jax.Array | int:
     if dcp_size < 1:
         raise ValueError(f"{name}: dcp_size={dcp_size} must be at least 1")
-    if isinstance(dcp_rank, int) and not 0 <= dcp_rank < dcp_size:
+    if not isinstance(dcp_rank, int):
+        return jnp.asarray(dcp_rank, jnp.int32)
+    if not 0 <= dcp_rank < dcp_size:
         raise ValueError(f"{name}: dcp_rank={dcp_rank} must lie in [0, {dcp_size})")
-    return jnp.asarray(dcp_rank, jnp.int32)
+    return dcp_rank
 
 
 def _int32_ids(ids: jax.Array) -> jax.Array:
@@ -383,12 +398,10 @@ def _int32_ids(ids: jax.Array) -> jax.Array:
     return ids.astype(jnp.int32)
 
 
-def _row_ids(row_ids: jax.Array | None, rows: int) -> jax.Array:
-    return jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids.astype(jnp.int32)
-
-
-def _per_row(name: str, delta, rows: int) -> jax.Array:
+def _delta(name: str, delta, rows: int) -> jax.Array | int:
+    if isinstance(delta, int):
+        return delta
     delta = jnp.asarray(delta, jnp.int32)
     if delta.shape not in ((), (rows,)):
         raise ValueError(f"{name}: seq_len_delta is {list(delta.shape)}, need a number or [{rows}]")
-    return jnp.broadcast_to(delta, (rows,))
+    return delta

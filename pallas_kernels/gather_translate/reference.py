@@ -16,16 +16,21 @@ def fill_tables(
     request_table: jax.Array,
     v2ps: tuple[jax.Array | None, ...],
     kv_end: jax.Array,
-    row_ids: jax.Array,
-    delta: jax.Array,
-    outs: tuple[jax.Array, ...],
+    row_ids: jax.Array | None,
+    delta: jax.Array | int,
+    outs: tuple[jax.Array, ...] | None,
     *,
+    width: int,
     page_size: int,
     blocks_per_page: tuple[int, ...],
     zero_tail: bool,
     granularity: Granularity,
+    dtype: jnp.dtype,
 ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    (max_requests, words), rows, width = request_table.shape, kv_end.shape[0], outs[0].shape[1]
+    (max_requests, words), rows = request_table.shape, kv_end.shape[0]
+    row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
+    if outs is None:
+        outs = tuple(jnp.zeros((rows, width), dtype) for _ in v2ps)
     limit = min(addressing.row_tokens(words, page_size, granularity), width * page_size)
     tokens = addressing.readable_end(kv_end, delta, row_ids, max_requests, limit)
     stride = addressing.column_stride(page_size, granularity)
@@ -50,23 +55,26 @@ def fill_tables(
 def fill_stream(
     request_table: jax.Array,
     v2p: jax.Array | None,
-    kv_start: jax.Array,
+    kv_start: jax.Array | None,
     kv_end: jax.Array,
     indptr: jax.Array,
-    row_ids: jax.Array,
-    delta: jax.Array,
-    out: jax.Array,
+    row_ids: jax.Array | None,
+    delta: jax.Array | int,
+    out: jax.Array | None,
     *,
+    capacity: int,
     page_size: int,
     blocks_per_page: int,
     granularity: Granularity,
+    dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    (max_requests, words), rows, capacity = request_table.shape, kv_end.shape[0], out.shape[0]
+    (max_requests, words), rows = request_table.shape, kv_end.shape[0]
+    row_ids = jnp.arange(rows, dtype=jnp.int32) if row_ids is None else row_ids
+    out = jnp.zeros((capacity,), dtype) if out is None else out
     limit = addressing.row_tokens(words, page_size, granularity)
     end = addressing.readable_end(kv_end, delta, row_ids, max_requests, limit)
-    start, length = addressing.stream_span(kv_start, end, indptr[:-1], indptr[1:], capacity)
-    if rows == 0:
-        return out, length
+    first = jnp.zeros_like(kv_end) if kv_start is None else kv_start
+    start, length = addressing.stream_span(first, end, indptr[:-1], indptr[1:], capacity)
     item = jnp.arange(capacity, dtype=jnp.int32)
     row = jnp.clip(jnp.searchsorted(indptr, item, side="right").astype(jnp.int32) - 1, 0, rows - 1)
     nth = item - indptr[row]
@@ -82,8 +90,8 @@ def fill_stream(
 def write_locs(
     locs: jax.Array,
     v2p: jax.Array | None,
-    live: jax.Array,
-    dcp_rank: jax.Array,
+    live: jax.Array | int,
+    dcp_rank: jax.Array | int,
     *,
     page_size: int,
     blocks_per_page: int,

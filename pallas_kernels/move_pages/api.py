@@ -4,9 +4,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt8
 
 from pallas_kernels import implementations
-from pallas_kernels.move_pages import reference
 
-IMPLEMENTATIONS = ("xla",)
+MOVE = {
+    "xla": ("pallas_kernels.move_pages.reference", "move"),
+    "mosaic": ("pallas_kernels.move_pages.mosaic_gpu", "move"),
+}
 
 
 def move_pages(
@@ -56,5 +58,7 @@ def move_pages(
             f"{name}: {buffer.shape[0]} bytes in blocks of {block_bytes} are "
             f"{buffer.shape[0] // block_bytes} blocks, need fewer than {2**31}"
         )
-    implementations.choose(implementation, IMPLEMENTATIONS, name)
-    return reference.move(buffer, src, dst, page_bytes=page_bytes, block_bytes=block_bytes)
+    if src.shape[0] == 0:
+        return buffer
+    move = implementations.run(name, MOVE, implementation)
+    return move(buffer, src, dst, page_bytes=page_bytes, block_bytes=block_bytes)
