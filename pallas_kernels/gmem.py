@@ -272,7 +272,7 @@ def _is_live(element: ir.Value) -> ir.Value:
 
 def _warp_sum(x: ir.Value) -> ir.Value:
     full = utils.c(-1, _i32())
-    return utils.redux(x, full, utils.ReductionKind.SUM)
+    return utils.redux(x, full, utils.ReductionKind.ADD)
 
 
 def _load(ref, index: jax.Array, instruction: str) -> jax.Array:

@@ -80,7 +80,7 @@ def tombstone(
 
     Args:
       v2p, p2v: the maps; donate them to update in place.
-      free_ids, free_count: stack of free virtual ids; not looked at, and returned as None, where push_ids is False.
+      free_ids, free_count: stack of free virtual ids; returned as they are where push_ids is False.
       holes, hole_count: stack of free physical pages.
       virtual: pages to unbind.
       push_ids: whether the sub-pool owns its virtual ids. A sliding-window sub-pool shares those of the full
@@ -103,10 +103,14 @@ def tombstone(
             raise ValueError(f"{name}: push_ids=True needs free_ids and free_count")
         _check_int32(name, free_ids=free_ids)
         free_count = _check_count(name, "free_count", free_count)
-    else:
-        free_ids = free_count = None
+    if virtual.shape[0] == 0:
+        idle = jnp.zeros((0,), bool)
+        return v2p, p2v, free_ids, free_count, holes, hole_count, idle, jnp.zeros((), jnp.int32)
     unbind = implementations.run(name, TOMBSTONE, implementation)
-    return unbind(v2p, p2v, free_ids, free_count, holes, hole_count, virtual)
+    if push_ids:
+        return unbind(v2p, p2v, free_ids, free_count, holes, hole_count, virtual)
+    v2p, p2v, _, _, *rest = unbind(v2p, p2v, None, None, holes, hole_count, virtual)
+    return v2p, p2v, free_ids, free_count, *rest
 
 
 def _check_int32(name: str, **arrays: jax.Array) -> None:

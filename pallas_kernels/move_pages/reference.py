@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.move_pages import addressing
+
 DROP = jnp.iinfo(jnp.int32).max  # a row that no buffer has
 
 
@@ -13,7 +15,7 @@ def move(
     rows = buffer.reshape(-1, block_bytes)  # row numbers fit int32 where byte offsets do not
     blocks = page_bytes // block_bytes
     pages = buffer.shape[0] // page_bytes
-    live = (src > 0) & (src < pages) & (dst > 0) & (dst < pages)
+    live = addressing.is_movable(src, dst, pages)
     block = jnp.arange(blocks, dtype=jnp.int32)
     source = jnp.where(live, src, 0)[:, None] * blocks + block
     target = jnp.where(live[:, None], dst[:, None] * blocks + block, DROP)
