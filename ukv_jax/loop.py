@@ -79,6 +79,44 @@ def init_generation(layout: PoolLayout, *, max_new_tokens: int, stops: int = 4) 
     )
 
 
+def enroll(
+    gen: Generation,
+    rows: Int32[Array, " lanes"],
+    *,
+    max_new: Int32[Array, " lanes"] | int,
+    stop_ids: Int32[Array, "lanes stops"] | None = None,
+    temperature: Float[Array, " lanes"] | float = 0.0,
+    top_k: Int32[Array, " lanes"] | int = 0,
+    top_p: Float[Array, " lanes"] | float = 1.0,
+    seed: Int32[Array, " lanes"] | int = 0,
+    park: Bool[Array, " lanes"] | bool = False,
+) -> Generation:
+    """Sets what the requests in `rows` (-1 = idle lane) want and forgets what the rows made before.
+
+    Decoding starts with the chunk that ends the prompt. stop_ids: -1 = unused; default: none. Other arguments as in
+    `Generation`, a value a lane or one for all.
+    """
+    at = jnp.where(rows >= 0, rows, gen.tokens.shape[0])
+
+    def put(array, value):
+        return array.at[at].set(value, mode="drop")
+
+    return replace(
+        gen,
+        made=put(gen.made, 0),
+        finish=put(gen.finish, RUNNING),
+        decoding=put(gen.decoding, False),
+        stalls=put(gen.stalls, 0),
+        max_new=put(gen.max_new, max_new),
+        stop_ids=put(gen.stop_ids, -1 if stop_ids is None else stop_ids),
+        temperature=put(gen.temperature, temperature),
+        top_k=put(gen.top_k, top_k),
+        top_p=put(gen.top_p, top_p),
+        seed=put(gen.seed, seed),
+        park=put(gen.park, park),
+    )
+
+
 class History(NamedTuple):
     """A row a step, for progress and plots. pages, holes: live pages and holes of each sub-pool, in chain order."""
 
