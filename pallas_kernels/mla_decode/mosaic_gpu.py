@@ -1,0 +1,423 @@
+"""Paged MLA decode for Hopper in Pallas Mosaic GPU: persistent blocks over a schedule that they find themselves.
+
+A block owns one tile of 64 query rows (the heads of s_q queries, padded) and a share of the batch's KV tiles of 64
+positions. Four warpgroups: one loads pages by TMA into a ring of two tiles and translates their ids, one computes scores
+and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So
+Q K^T of a tile runs beside P V of the one before. A row of the batch that lies inside one block is final; a row cut
+between blocks leaves f32 partials that `mosaic_merge` combines by log-sum-exp. docs/mla_decode.md derives the shape.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_schedule import TILE
+from pallas_kernels.mla_decode.mosaic_store import store_rows
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+
+M = 64  # query rows of a block: the M of one warpgroup's WGMMA
+_SMS = 132
+_LOAD, _SCORES, _LEFT, _RIGHT = 0, 1, 2, 3  # roles of the warpgroups
+_TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+_ACC = plgpu.Layout.WGMMA
+_ROWS = _ACC.reduce(1)
+_MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Launch parameters. `blocks`: thread blocks, one a multiprocessor."""
+
+    blocks: int = _SMS
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be at least 1, got {self.blocks}")
+
+
+def mla_decode_mosaic(
+    q: Float[Array, "rows s_q heads qk_width"],
+    buffer: UInt8[Array, " total_bytes"],
+    source: ReadSource,
+    block_offset: Int32[Array, ""] | int,
+    *,
+    kv_dtype: DTypeLike,
+    row_width: int,
+    v_width: int,
+    sm_scale: float,
+    logit_cap: float | None = None,
+    q_start: Int32[Array, " rows"] | None = None,
+    config: TuningConfig | None = None,
+) -> tuple[Float[Array, "rows s_q heads v_width"], Float[Array, "rows s_q heads"]]:
+    """See `pallas_kernels.mla_decode.api.mla_decode`. Raises NotImplementedError for what this kernel does not serve."""
+    rows, s_q, heads, qk_width = q.shape
+    _decline(q, source, kv_dtype, row_width, v_width, sm_scale)
+    config = config or TuningConfig()
+    queries = s_q * heads
+    tiles = -(-queries // M)
+    if tiles > config.blocks:
+        raise NotImplementedError(f"s_q * heads = {queries} needs {tiles} blocks a row, more than {config.blocks}")
+    if rows == 0:
+        return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, source.page_size, row_width)
+    padded = -(-queries // 8) * 8  # a load brings whole swizzle tiles of 8 rows
+    queries_of_row = q.reshape(rows, queries, qk_width)
+    if padded != queries:
+        queries_of_row = jnp.pad(queries_of_row, ((0, 0), (0, padded - queries), (0, 0)))
+    call = partial(
+        _decode, rows=rows, s_q=s_q, heads=heads, v_width=v_width, sm_scale=sm_scale, logit_cap=logit_cap, config=config
+    )
+    offset = jnp.asarray(block_offset, jnp.int32).reshape(1)
+    out, lse = call(queries_of_row, pool, source, offset, q_start)
+    return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
+
+
+def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
+    qk_width = q.shape[-1]
+    if isinstance(source, TokenStream):
+        raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
+    if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
+    if source.page_size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
+    if row_width != qk_width or row_width % 64 or row_width > 576:
+        raise NotImplementedError(
+            f"row_width must be qk_width, a multiple of 64 and at most 576, got row_width {row_width}, qk_width {qk_width}"
+        )
+    if v_width not in (128, 256, 512):
+        raise NotImplementedError(f"v_width must be 128, 256 or 512, got {v_width}")
+    if not sm_scale > 0:
+        raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")
+
+
+def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width, sm_scale, logit_cap, config):
+    """q [rows, s_q * heads padded to 8, width], pool [blocks, page_size, width] -> out, lse of [rows * s_q * heads]."""
+    num_blocks, page_size, width = pool.shape
+    queries = s_q * heads
+    q_tiles = -(-queries // M)
+    groups = config.blocks // q_tiles  # the blocks of a group hold the query tiles of one share
+    box = min(M, q.shape[1])
+    half = v_width // 2
+    n_width = min(half, 128)  # of one WGMMA: ptxas refuses 256 in a kernel of 512 threads
+    load_rows = min(page_size, TILE)  # of one TMA
+    loads = TILE // load_rows
+    log2e = math.log2(math.e)
+    to_log2 = log2e if logit_cap is not None else sm_scale * log2e
+    translate = isinstance(source, VirtualPages)
+    columns = source.req_to_page.shape[1] if translate else source.table.shape[1]
+    width_tokens = min(columns * page_size, 2**31 - TILE)
+    ranges = [source.kv_start, source.kv_end] + ([] if q_start is None else [q_start])
+    ids = [source.req_to_page, source.row_ids, source.v2p] if translate else [source.table]
+
+    full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
+
+    def kernel(*refs):
+        refs = list(refs)
+        take = lambda n: [refs.pop(0) for _ in range(n)]
+        q_ref, pool_ref, offset_ref = take(3)
+        range_refs, id_refs = take(len(ranges)), take(len(ids))
+        out_ref, lse_ref, part_ref, part_lse_ref, cut_ref = take(5)
+        q_smem, k_smem, p_smem, factor_smem, share_smem = take(5)
+        decay_smem, inverse_smem = factor_smem.at[0], factor_smem.at[1]
+        share_ready, q_ready, q_free, k_ready, k_free, p_ready, p_free, end_ready, end_free = take(9)
+        group, q_tile, role = lax.axis_index("group"), lax.axis_index("q_tile"), lax.axis_index("role")
+        live_rows = jnp.minimum(queries - q_tile * M, M)
+
+        def visible(b):
+            """(first, end) of the KV positions that some query of row b sees."""
+            stop = jnp.minimum(range_refs[1][b], width_tokens)
+            if q_start is not None:
+                stop = jnp.minimum(stop, range_refs[2][b] + s_q)
+            return jnp.maximum(range_refs[0][b], 0), stop
+
+        def for_segments(share, run, carry):
+            """Calls run(b, tile_start, tile_stop, first_tile, tiles, carry) for each part of a row in this share."""
+
+            def visit(b, carry):
+                first_tile, tiles = mosaic_schedule.tile_range(*visible(b))
+                start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+                return lax.cond(
+                    stop > start, lambda n: run(b, start, stop, first_tile, tiles, n), lambda n: n, carry
+                )
+
+            return lax.fori_loop(share.first, jnp.minimum(share.last + 1, rows), visit, carry)
+
+        def get_share():
+            plgpu.barrier_wait(share_ready)
+            return mosaic_schedule.read_share(share_smem)
+
+        def for_empty_rows(share, write):
+            """Calls write(b) for each row that sees nothing and starts in this share."""
+
+            @pl.loop(share.first, jnp.minimum(share.last + 1, rows))
+            def visit(b):
+                _, tiles = mosaic_schedule.tile_range(*visible(b))
+                pl.when((tiles == 0) & mosaic_schedule.owns_start(share, b))(lambda: write(b))
+
+        def destination(start, stop, tiles):
+            """(whether the row is whole here, slot of its partial otherwise)."""
+            return (start == 0) & (stop == tiles), jnp.where(start == 0, groups + group, group)
+
+        def block_of(b, column):
+            if translate:
+                request = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1)
+                page = id_refs[0][request, column]
+                num_virtual = id_refs[2].shape[0] - 1
+                page = jnp.where((page >= 0) & (page < num_virtual), page, 0)
+                entry = jnp.maximum(id_refs[2][page], 0) * source.blocks_per_page
+            else:
+                entry = id_refs[0][b, column]
+            block = entry + offset_ref[0]
+            good = (entry >= 0) & (block >= 0) & (block < num_blocks)
+            return jnp.where(good, block, offset_ref[0])
+
+        def mask(s, position, kv_first, kv_stop, q_position):
+            token = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_ACC) + position
+            keep = (token >= kv_first) & (token < kv_stop)
+            if s_q > 1:
+                query = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 0, layout=_ACC) + q_tile * M
+                keep &= token <= q_position + lax.div(query, heads)
+            return jnp.where(keep, s, -jnp.inf)
+
+        def clear(tile, first, stop):
+            """Zeroes V of the positions outside [first, stop): P is 0 there, but 0 * NaN is NaN."""
+            for c in range(v_width // 64):
+                chunk = tile.at[:, pl.ds(c * 64, 64)]
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_ACC)
+                value = plgpu.load(chunk, layout=_ACC)
+                chunk[...] = jnp.where((token >= first) & (token < stop), value, jnp.bfloat16(0))
+
+        def write_cut(share):
+            """Tells the merge which row is cut at this share's end, if its first part lies here, and the last group."""
+            b = jnp.minimum(share.last, rows - 1)
+            first_tile, tiles = mosaic_schedule.tile_range(*visible(b))
+            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+            leads = (share.last < rows) & (stop > 0) & (stop < tiles) & (start == 0)
+            row_end = (group + 1) * share.size - share.last_offset + tiles + mosaic_schedule.SEGMENT_COST
+
+            @pl.when(q_tile == 0)
+            def write():
+                cut_ref[group, 0] = jnp.where(leads, b, -1)
+                cut_ref[group, 1] = lax.div(row_end - 1, share.size)
+
+        @pl.when(role == _LOAD)
+        def load():
+            plgpu.set_max_registers(40, action="decrease")
+            mosaic_schedule.find_share(
+                range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q
+            )
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(share_ready)
+            share = mosaic_schedule.read_share(share_smem)
+
+            def segment(b, start, stop, first_tile, tiles, n):
+                pl.when(n > 0)(lambda: plgpu.barrier_wait(q_free))
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[b, pl.ds(q_tile * M, box)], q_smem.at[pl.ds(0, box)], q_ready
+                )
+                kv_first, kv_stop = visible(b)
+                first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
+
+                def blocks_of(tile):
+                    column = lax.div((first_tile + tile) * TILE, page_size)
+                    # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
+                    return tuple(block_of(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads))
+
+                def one(i, carry):
+                    n, blocks = carry
+                    slot = lax.rem(n, 2)
+                    pl.when(n >= 2)(lambda: plgpu.barrier_wait(k_free.at[slot]))
+                    row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                    for j in range(loads):
+                        plgpu.copy_gmem_to_smem(
+                            pool_ref.at[blocks[j], pl.ds(row, load_rows)],
+                            k_smem.at[slot, pl.ds(j * load_rows, load_rows)],
+                            k_ready.at[slot],
+                        )
+                    return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
+
+                n, _ = lax.fori_loop(start, stop, one, (n, blocks_of(start)))
+                return n
+
+            for_segments(share, segment, jnp.int32(0))
+
+        @pl.when(role == _SCORES)
+        def scores():
+            plgpu.set_max_registers(112, action="decrease")
+            share = get_share()
+            write_cut(share)
+            for_empty_rows(
+                share, lambda b: store_rows(lse_ref, full((M,), jnp.inf, _ROWS), b * queries + q_tile * M, live_rows)
+            )
+
+            def segment(b, start, stop, first_tile, tiles, n):
+                kv_first, kv_stop = visible(b)
+                q_position = (range_refs[1][b] - s_q) if q_start is None else range_refs[2][b]
+                plgpu.barrier_wait(q_ready)
+
+                def one(i, carry):
+                    peak, total, n = carry
+                    slot = lax.rem(n, 2)
+                    position = (first_tile + i) * TILE
+                    plgpu.barrier_wait(k_ready.at[slot])
+
+                    def product(s_ref):
+                        plgpu.wgmma(s_ref, q_smem, plgpu.transpose_ref(k_smem.at[slot], (1, 0)))
+                        return s_ref[...]
+
+                    s = pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
+                    pl.when(i == stop - 1)(lambda: plgpu.barrier_arrive(q_free))
+                    if logit_cap is not None:
+                        # tanh by exp2: the hardware's own tanh has 11 bits.
+                        scale = 2 * sm_scale * log2e / logit_cap
+                        s = logit_cap - (2 * logit_cap) / (1 + jnp.exp2(s * scale))
+
+                    tail = (position < kv_first) | (position + TILE > kv_stop)
+                    pl.when(tail)(lambda: clear(k_smem.at[slot], kv_first - position, kv_stop - position))
+                    edge = tail | ((position + TILE > q_position + 1) if s_q > 1 else False)
+                    s = lax.cond(edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s)
+                    new_peak = jnp.maximum(peak, s.max(axis=1))
+                    decay = jnp.exp2((peak - new_peak) * to_log2)
+                    p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
+                    p16 = p.astype(jnp.bfloat16)
+                    plgpu.barrier_wait(p_free)
+                    p_smem[...] = p16
+                    decay_smem[...] = decay
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(p_ready)
+                    return new_peak, total * decay + p.sum(axis=1), n + 1
+
+                peak, total, n = lax.fori_loop(
+                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), n)
+                )
+                seen = total > 0
+                safe = jnp.where(seen, total, 1)
+                plgpu.barrier_wait(end_free)
+                inverse_smem[...] = jnp.where(seen, 1 / safe, 0)
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(end_ready)
+                whole, slot = destination(start, stop, tiles)
+                lse = peak * to_log2 + jnp.log2(safe)
+
+                @pl.when(whole)
+                def final():
+                    natural = jnp.where(seen, lse * math.log(2), jnp.inf)
+                    store_rows(lse_ref, natural, b * queries + q_tile * M, live_rows)
+
+                @pl.when(jnp.logical_not(whole))
+                def partial_():
+                    store_rows(
+                        part_lse_ref, jnp.where(seen, lse, -jnp.inf), slot * queries + q_tile * M, live_rows
+                    )
+
+                return n
+
+            for_segments(share, segment, jnp.int32(0))
+
+        def accumulate(column):
+            plgpu.set_max_registers(176, action="increase")
+            share = get_share()
+            for_empty_rows(
+                share,
+                lambda b: store_rows(
+                    out_ref,
+                    full((M, half), 0, _ACC).astype(jnp.bfloat16),
+                    b * queries + q_tile * M,
+                    live_rows,
+                    column,
+                ),
+            )
+            plgpu.barrier_arrive(p_free)
+            plgpu.barrier_arrive(end_free)
+
+            def segment(b, start, stop, first_tile, tiles, n):
+                def one(_, carry):
+                    *accs, n = carry
+                    slot = lax.rem(n, 2)
+                    plgpu.barrier_wait(k_ready.at[slot])
+                    plgpu.barrier_wait(p_ready)
+                    decay = plgpu.load(decay_smem, layout=_ROWS)
+                    accs = [acc * across(decay, acc) for acc in accs]
+
+                    def product(*acc_refs):
+                        for c, acc_ref in enumerate(acc_refs):
+                            value = k_smem.at[slot, :, pl.ds(column + c * n_width, n_width)]
+                            plgpu.wgmma(acc_ref, p_smem, value)
+
+                    accs = pl.run_state(lambda refs: product(*refs))(tuple(plgpu.ACC.init(acc) for acc in accs))
+                    plgpu.barrier_arrive(p_free)
+                    plgpu.barrier_arrive(k_free.at[slot])
+                    return *accs, n + 1
+
+                *accs, n = lax.fori_loop(
+                    start, stop, one, (*[full((M, n_width), 0, _ACC)] * (half // n_width), n)
+                )
+                plgpu.barrier_wait(end_ready)
+                inverse = plgpu.load(inverse_smem, layout=_ROWS)
+                accs = [acc * across(inverse, acc) for acc in accs]
+                plgpu.barrier_arrive(end_free)
+                whole, slot = destination(start, stop, tiles)
+
+                @pl.when(whole)
+                def final():
+                    for c, acc in enumerate(accs):
+                        row = b * queries + q_tile * M
+                        store_rows(out_ref, acc.astype(jnp.bfloat16), row, live_rows, column + c * n_width)
+
+                @pl.when(jnp.logical_not(whole))
+                def partial_():
+                    for c, acc in enumerate(accs):
+                        store_rows(part_ref, acc, slot * queries + q_tile * M, live_rows, column + c * n_width)
+
+                return n
+
+            for_segments(share, segment, jnp.int32(0))
+
+        pl.when(role == _LEFT)(lambda: accumulate(0))
+        pl.when(role == _RIGHT)(lambda: accumulate(half))
+
+    array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
+    call = plgpu.kernel(
+        kernel,
+        out_type=[
+            array((rows * queries, v_width), jnp.bfloat16),
+            array((rows * queries,), jnp.float32),
+            array((2 * groups * queries, v_width), jnp.float32),
+            array((2 * groups * queries,), jnp.float32),
+            array((groups, 2), jnp.int32),
+        ],
+        grid=(groups, q_tiles),
+        grid_names=("group", "q_tile"),
+        num_threads=4,
+        thread_name="role",
+        scratch_types=[
+            plgpu.SMEM((M, width), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((2, TILE, width), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((M, TILE), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((2, M), jnp.float32),  # one array: each takes a whole KiB
+            plgpu.SMEM((8,), jnp.int32),
+            barrier(),
+            barrier(),
+            barrier(),
+            barrier(num_arrivals=loads, num_barriers=2),
+            barrier(num_arrivals=2, num_barriers=2),
+            barrier(),
+            barrier(num_arrivals=2),
+            barrier(),
+            barrier(num_arrivals=2),
+        ],
+        # No reduction here crosses warps; the default scratch for those would not fit.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    out, lse, part, part_lse, cuts = call(q, pool, block_offset, *ranges, *ids)
+    return mosaic_merge.merge(out, lse, part, part_lse, cuts, queries=queries)

@@ -1,0 +1,162 @@
+"""How the MLA decode kernel deals work to thread blocks: a split of a cost line, found by one warp scan in each block.
+
+Row b of the batch costs ``tiles(b) + SEGMENT_COST``: its KV tiles of 64 positions and a fixed price for starting a row
+(query load, output store). Rows lie end to end on a line of ``total`` units; group g of thread blocks takes the units
+``[g * share, (g + 1) * share)`` with ``share = ceil(total / groups)``. Nothing comes from the host and nothing is stored:
+every block finds its own two ends. A row that lies across ends is cut there, and its parts are merged afterwards.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, gpu, llvm, memref, nvvm, scf
+
+TILE = 64  # KV positions a tile
+SEGMENT_COST = 4  # tiles' worth of fixed work for each row that a block touches
+_LANES = 32
+_UNROLL = 16  # chunks of 32 rows whose lengths are in flight together
+
+
+class Share(NamedTuple):
+    """A group's part of the line: from `first_offset` units into row `first` to `last_offset` units into row `last`.
+
+    `last` may equal the number of rows, with offset 0. `size` is the length of every share but the last ones.
+    """
+
+    first: jax.Array
+    first_offset: jax.Array
+    last: jax.Array
+    last_offset: jax.Array
+    size: jax.Array
+
+
+def tile_range(start, stop):
+    """(first tile, number of tiles) that hold the KV positions [start, stop); none if it is empty. start >= 0."""
+    first = lax.div(start, TILE)
+    return first, jnp.where(stop > start, lax.div(stop + (TILE - 1), TILE) - first, 0)
+
+
+def segment_tiles(share: Share, row, tiles):
+    """(start, stop) of the tiles of `row` that belong to `share`, counted from the row's first tile."""
+    start = jnp.where(row == share.first, jnp.maximum(share.first_offset - SEGMENT_COST, 0), 0)
+    stop = jnp.where(row == share.last, jnp.maximum(share.last_offset - SEGMENT_COST, 0), tiles)
+    return start, stop
+
+
+def owns_start(share: Share, row):
+    """Whether the first unit of `row` lies in `share`; exactly one share owns each row."""
+    return ((row > share.first) | (share.first_offset == 0)) & ((row < share.last) | (share.last_offset > 0))
+
+
+def find_share(
+    row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int
+) -> None:
+    """Writes the five numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
+
+    Run by one warpgroup; each of its warps does the same work. `row_range_refs` are the int32[batch] refs of kv_start,
+    kv_end and, if given, q_start. Follow with `plgpu.commit_smem` before another warpgroup reads.
+    """
+    num_refs = len(row_range_refs)
+
+    @plgpu.inline_mgpu(
+        arg_types=(*[plgpu.RefType()] * num_refs, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        return_type=None,
+    )
+    def find(_, *args):
+        *ranges, out, group = args
+        _emit_find_share(ranges, batch, group.registers.item(), groups, out, width_tokens, s_q)
+
+    find(*row_range_refs, out_ref, group)
+
+
+def read_share(ref) -> Share:
+    """The `Share` that `find_share` wrote."""
+    return Share(*(ref[i] for i in range(5)))
+
+
+def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
+    less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
+    everyone, zero, none = const(-1), const(0), const(batch)
+    lane = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_LANES))
+
+    def cost(row):
+        inside = less(row, none)
+        at = [arith.index_cast(index, arith.select(inside, row, zero))]
+        start = arith.maxsi(memref.load(ranges[0], at), zero)
+        stop = arith.minsi(memref.load(ranges[1], at), const(width_tokens))
+        if len(ranges) == 3:
+            stop = arith.minsi(stop, arith.addi(memref.load(ranges[2], at), const(s_q)))
+        tiles = arith.subi(
+            arith.divui(arith.addi(stop, const(TILE - 1)), const(TILE)), arith.divui(start, const(TILE))
+        )
+        tiles = arith.select(less(start, stop), tiles, zero)
+        return arith.select(inside, arith.addi(tiles, const(SEGMENT_COST)), zero)
+
+    chunks = -(-batch // _LANES)
+    unroll = min(chunks, _UNROLL)
+    trips = -(-chunks // unroll)
+
+    def costs(trip):
+        first = arith.addi(arith.muli(trip, const(unroll * _LANES)), lane)
+        return [cost(arith.addi(first, const(i * _LANES))) for i in range(unroll)]
+
+    def loop(carry, body):
+        if trips == 1:
+            return body(zero, carry)
+        step = arith.constant(index, ir.IntegerAttr.get(index, 1))
+        end = arith.constant(index, ir.IntegerAttr.get(index, trips))
+        start = arith.constant(index, ir.IntegerAttr.get(index, 0))
+        for_op = scf.ForOp(start, end, step, carry)
+        with ir.InsertionPoint(for_op.body):
+            scf.yield_(body(arith.index_cast(i32, for_op.induction_variable), list(for_op.inner_iter_args)))
+        return list(for_op.results)
+
+    kept = costs(zero) if trips == 1 else None  # one trip: the lengths stay in registers for the second pass
+
+    def add(trip, carry):
+        for value in kept or costs(trip):
+            carry = [arith.addi(carry[0], value)]
+        return carry
+
+    (total,) = loop([zero], add)
+    for distance in (16, 8, 4, 2, 1):
+        total = arith.addi(total, mgpu.utils.shfl_bfly(total, distance))
+    size = arith.maxui(arith.divui(arith.addi(total, const(groups - 1)), const(groups)), const(1))
+    ends = [arith.minui(arith.muli(arith.addi(group, const(i)), size), total) for i in (0, 1)]
+
+    shuffle = lambda value, other, kind, clamp: nvvm.shfl_sync(everyone, value, other, const(clamp), kind)
+
+    def scan(trip, carry):
+        base, *found = carry
+        for i, value in enumerate(kept or costs(trip)):
+            through = value
+            for distance in (1, 2, 4, 8, 16):
+                before = shuffle(through, const(distance), nvvm.ShflKind.up, 0)
+                through = arith.addi(through, arith.select(less(lane, const(distance)), zero, before))
+            end = arith.addi(base, through)
+            start = arith.subi(end, value)
+            chunk = arith.addi(arith.muli(trip, const(unroll * _LANES)), const(i * _LANES))
+            for side, at in enumerate(ends):
+                row, offset = found[2 * side : 2 * side + 2]
+                hits = nvvm.vote_sync(everyone, less(at, end), nvvm.VoteSyncKind.ballot)
+                first_lane = llvm.intr_cttz(hits, False)
+                first_start = shuffle(start, arith.minui(first_lane, const(31)), nvvm.ShflKind.idx, 31)
+                fresh = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.eq, row, none),
+                    arith.cmpi(arith.CmpIPredicate.ne, hits, zero),
+                )
+                found[2 * side] = arith.select(fresh, arith.addi(chunk, first_lane), row)
+                found[2 * side + 1] = arith.select(fresh, arith.subi(at, first_start), offset)
+            base = shuffle(end, const(31), nvvm.ShflKind.idx, 31)
+        return [base, *found]
+
+    _, *found = loop([zero, none, zero, none, zero], scan)
+    for i, value in enumerate([*found, size]):
+        memref.store(value, out, [arith.constant(index, ir.IntegerAttr.get(index, i))])
