@@ -146,7 +146,9 @@ INERT_FIELDS = (
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError if it is missing or holds something else."""
     if not path.is_file():
-        raise ValueError(f"{path.parent}: no {path.name} found; a Hugging Face checkpoint directory is wanted")
+        raise ValueError(
+            f"{path.parent}: no {path.name} found; a Hugging Face checkpoint directory is wanted"
+        )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -168,7 +170,9 @@ def load_config(directory: str | Path) -> ModelConfig:
     raw = read_json(path)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:
-        raise ValueError(f"{path}: model_type {model_type!r} is not implemented; families: {sorted(FAMILIES)}")
+        raise ValueError(
+            f"{path}: model_type {model_type!r} is not implemented; families: {sorted(FAMILIES)}"
+        )
     reader = ConfigReader(raw, str(path))
     reader.inert(INERT_FIELDS)
     config = FAMILIES[model_type].read_config(reader)

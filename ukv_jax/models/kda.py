@@ -142,18 +142,21 @@ def chunked(
         x = x.reshape(rows, num_chunks, chunk, *x.shape[2:])
         return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, 3)
 
-    def body(state: Array, block: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v, g, beta = block
-        scores, inverse = _chunk_products(q, k, g, beta)
-        from_start = jnp.exp(_sum_to(g))
-        wanted = beta[..., None] * (v - _einsum("rhik,rhkv->rhiv", k * from_start, state))
-        writes = _einsum("rhij,rhjv->rhiv", inverse, wanted)
-        out = _einsum("rhik,rhkv->rhiv", q * from_start, state) + _einsum("rhij,rhjv->rhiv", scores, writes)
-        decay = from_start[..., -1, :, None]
-        state = state * decay + _einsum("rhik,rhiv->rhkv", k * jnp.exp(_sum_after(g)), writes)
-        return state, out
+    q, k, v, g, beta = (split(x) for x in (q, k, v, g, beta))
+    scores, inverse = _chunk_products(q, k, g, beta)
+    from_start = jnp.exp(_sum_to(g))
+    # What does not depend on the state, for all chunks at once: writes = fresh - recalled S_0.
+    fresh = _einsum("...ij,...jv->...iv", inverse, beta[..., None] * v)
+    recalled = _einsum("...ij,...jk->...ik", inverse, beta[..., None] * k * from_start)
+    blocks = (scores, fresh, recalled, q * from_start, k * jnp.exp(_sum_after(g)), from_start[..., -1, :])
 
-    state, out = lax.scan(body, state, tuple(split(x) for x in (q, k, v, g, beta)))
+    def body(state: Array, block: tuple[Array, ...]) -> tuple[Array, Array]:
+        scores, fresh, recalled, q, k, decay = block
+        writes = fresh - _einsum("rhik,rhkv->rhiv", recalled, state)
+        out = _einsum("rhik,rhkv->rhiv", q, state) + _einsum("rhij,rhjv->rhiv", scores, writes)
+        return state * decay[..., None] + _einsum("rhik,rhiv->rhkv", k, writes), out
+
+    state, out = lax.scan(body, state, blocks)
     out = jnp.moveaxis(jnp.moveaxis(out, 3, 2), 0, 1)  # [rows, chunks, chunk, heads, v]
     return out.reshape(rows, num_chunks * chunk, *out.shape[3:])[:, :tokens], state
 
@@ -204,7 +207,9 @@ def attend(
     return out, {"conv": conv, "recurrent": recurrent}
 
 
-def apply(params: dict[str, Array], config: ModelConfig, layer: int, x: Array, cache: Any) -> tuple[Array, Any]:
+def apply(
+    params: dict[str, Array], config: ModelConfig, layer: int, x: Array, cache: Any
+) -> tuple[Array, Any]:
     """Mixer interface of the decoder; `layer` counts the KDA layers."""
     assert config.kda is not None
     valid = jnp.arange(x.shape[1], dtype=jnp.int32) < cache.new_len[:, None]

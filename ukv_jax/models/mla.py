@@ -16,7 +16,9 @@ from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.layers import linear, rms_norm
 
 
-def apply(params: dict[str, Array], config: ModelConfig, layer: int, x: Array, cache: Any) -> tuple[Array, Any]:
+def apply(
+    params: dict[str, Array], config: ModelConfig, layer: int, x: Array, cache: Any
+) -> tuple[Array, Any]:
     """Mixer interface of the decoder; `layer` counts the MLA layers. x and result [rows, tokens, hidden].
 
     The cache gets ql_nope [rows, tokens, heads, kv_lora_rank], q_pe [rows, tokens, heads, qk_rope_head_dim],

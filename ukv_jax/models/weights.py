@@ -125,7 +125,9 @@ class CheckpointFiles:
         begin, end = entry["data_offsets"]
         dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
         if end - begin != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{path}: tensor {name} has {end - begin} bytes, its shape {shape} wants another number")
+            raise ValueError(
+                f"{path}: tensor {name} has {end - begin} bytes, its shape {shape} wants another number"
+            )
         return self._maps[path][data + begin : data + end].view(dtype).reshape(shape)
 
 
@@ -150,7 +152,9 @@ def resolve(tensors: Iterable[Tensor], files: CheckpointFiles) -> list[Tensor]:
     problems += [f"unexpected {name}" for name in sorted(names - {t.name for t in found})]
     if problems:
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise ValueError(f"{files.directory}: the checkpoint does not fit its config: " + "; ".join(problems[:20]) + more)
+        raise ValueError(
+            f"{files.directory}: the checkpoint does not fit its config: " + "; ".join(problems[:20]) + more
+        )
     return found
 
 
@@ -176,7 +180,11 @@ def build_tree(
             if place.start is None:
                 flat[place.path] = part.astype(target).reshape(place.shape)
             else:
-                whole = flat.pop(place.path) if place.path in flat else jnp.zeros(place.shape, target, device=device)
+                whole = (
+                    flat.pop(place.path)
+                    if place.path in flat
+                    else jnp.zeros(place.shape, target, device=device)
+                )
                 flat[place.path] = _put(whole, part, place.start)
     return _unflatten(flat)
 

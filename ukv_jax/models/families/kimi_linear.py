@@ -40,7 +40,9 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     linear = reader.get("linear_attn_config", default={})
     known = {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"}
     if set(linear) - known:
-        raise reader.fail(f"linear_attn_config has fields that are not implemented: {sorted(set(linear) - known)}")
+        raise reader.fail(
+            f"linear_attn_config has fields that are not implemented: {sorted(set(linear) - known)}"
+        )
     kda = KDAConfig(
         num_heads=_linear_field(reader, linear, "num_heads", "linear_num_heads"),
         head_dim=_linear_field(reader, linear, "head_dim", "linear_head_dim"),
@@ -93,10 +95,14 @@ def _mixers(reader: ConfigReader, layers: int, linear: dict) -> tuple[str, ...]:
     full, kda = linear.get("full_attn_layers"), linear.get("kda_layers")
     if full is None or kda is None:
         if types is None:
-            raise reader.fail("layer kinds wanted: linear_attn_config.full_attn_layers and kda_layers, or layer_types")
+            raise reader.fail(
+                "layer kinds wanted: linear_attn_config.full_attn_layers and kda_layers, or layer_types"
+            )
         return _kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
     if sorted(full + kda) != list(range(1, layers + 1)):
-        raise reader.fail(f"full_attn_layers {full} and kda_layers {kda} do not name layers 1 to {layers} once each")
+        raise reader.fail(
+            f"full_attn_layers {full} and kda_layers {kda} do not name layers 1 to {layers} once each"
+        )
     mixers = tuple("mla" if i + 1 in full else "kda" for i in range(layers))
     if types is not None and _kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers) != mixers:
         raise reader.fail(f"layer_types {types} contradict full_attn_layers {full}")
@@ -112,7 +118,9 @@ def _mlps(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     return _kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
 
 
-def _kinds(reader: ConfigReader, name: str, types: list[str], kinds: dict[str, str], layers: int) -> tuple[str, ...]:
+def _kinds(
+    reader: ConfigReader, name: str, types: list[str], kinds: dict[str, str], layers: int
+) -> tuple[str, ...]:
     unknown = sorted(set(types) - set(kinds))
     if unknown or len(types) != layers:
         raise reader.fail(
@@ -175,7 +183,9 @@ def tensors(config: ModelConfig) -> list[Tensor]:
 Path = tuple[str | int, ...]
 
 
-def _whole(name: str, path: Path, shape: tuple[int, ...], to: tuple[int, ...] | None = None, **kw: bool) -> Tensor:
+def _whole(
+    name: str, path: Path, shape: tuple[int, ...], to: tuple[int, ...] | None = None, **kw: bool
+) -> Tensor:
     return Tensor(name, shape, (Place(path, to or shape),), **kw)
 
 
@@ -216,12 +226,18 @@ def _mla(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
         (mla.num_heads * per_head, rank),
         (
             Place((*path, "w_uk"), (mla.num_heads, nope, rank), view=lambda x: x.reshape(by_head)[:, :nope]),
-            Place((*path, "w_uv"), (mla.num_heads, mla.v_head_dim, rank), view=lambda x: x.reshape(by_head)[:, nope:]),
+            Place(
+                (*path, "w_uv"),
+                (mla.num_heads, mla.v_head_dim, rank),
+                view=lambda x: x.reshape(by_head)[:, nope:],
+            ),
         ),
     )
     return [
         *query,
-        _whole(f"{name}.kv_a_proj_with_mqa.weight", (*path, "kv_a_proj"), (rank + mla.qk_rope_head_dim, hidden)),
+        _whole(
+            f"{name}.kv_a_proj_with_mqa.weight", (*path, "kv_a_proj"), (rank + mla.qk_rope_head_dim, hidden)
+        ),
         _whole(f"{name}.kv_a_layernorm.weight", (*path, "kv_a_norm"), (rank,)),
         kv_b,
         _whole(f"{name}.o_proj.weight", (*path, "o_proj"), (hidden, mla.num_heads * mla.v_head_dim)),
@@ -255,7 +271,9 @@ def _experts(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
     experts, size = moe.num_experts, moe.intermediate_size
     gate_up, down = (*path, "experts_gate_up"), (*path, "experts_down")
 
-    def part(expert: int, which: str, shape: tuple[int, int], path: Path, whole: tuple[int, int], row: int) -> Tensor:
+    def part(
+        expert: int, which: str, shape: tuple[int, int], path: Path, whole: tuple[int, int], row: int
+    ) -> Tensor:
         place = Place(path, (experts, *whole), (expert, row, 0))
         return Tensor(f"{name}.experts.{expert}.{which}.weight", shape, (place,))
 
