@@ -65,6 +65,7 @@ def tombstone(
             row = jnp.where(inside, v, 0)
             p = gmem.load_coherent(refs["v2p"], row)
             bound = inside & is_page(p, p2v.shape[0])
+            gmem.block_barrier()  # all have read the pages before the first claim
             # As in the reference: lanes claim their row with values below all pages, the first lane's lowest.
             claim = lane - (count + 1)
             gmem.atomic_min(refs["v2p"], row, claim, gmem.mask(bound))
@@ -90,23 +91,20 @@ def tombstone(
         pushed, faults = lax.fori_loop(0, -(-count // lanes_of_trip), trip, (nothing, nothing))
         first = gmem.mask((thread == 0) & (warpgroup == 0))
         gmem.store(refs["faults"], nothing, faults, first)
-        gmem.store(refs["new_hole_count"], nothing, hole_top + pushed, first)
+        gmem.store(refs["hole_count"], nothing, hole_top + pushed, first)
         if free_ids is not None:
-            gmem.store(refs["new_free_count"], nothing, id_top + pushed, first)
+            gmem.store(refs["free_count"], nothing, id_top + pushed, first)
 
-    scalar = jax.ShapeDtypeStruct((1,), jnp.int32)
-    outputs = dict(freed=jax.ShapeDtypeStruct((count,), jnp.int32), faults=scalar, new_hole_count=scalar)
-    in_place = dict(v2p=v2p, p2v=p2v, holes=holes)
-    inputs = dict(virtual=virtual, hole_count=hole_count.reshape(1))
+    in_place = dict(v2p=v2p, p2v=p2v, holes=holes, hole_count=hole_count.reshape(1))
     if free_ids is not None:
-        inputs |= dict(free_count=free_count.reshape(1))
-        in_place |= dict(free_ids=free_ids)
-        outputs |= dict(new_free_count=scalar)
+        in_place |= dict(free_ids=free_ids, free_count=free_count.reshape(1))
     made = gmem.launch(
         tombstone_pages,
-        inputs=inputs,
+        inputs=dict(virtual=virtual),
         in_place=in_place,
-        outputs=outputs,
+        outputs=dict(
+            freed=jax.ShapeDtypeStruct((count,), jnp.int32), faults=jax.ShapeDtypeStruct((1,), jnp.int32)
+        ),
         grid=dict(block=1),
         warpgroups=warpgroups,
         scratch=dict(warp_counts=plgpu.SMEM((4 * warpgroups,), jnp.int32)),
@@ -115,9 +113,9 @@ def tombstone(
         made["v2p"],
         made["p2v"],
         made.get("free_ids"),
-        made["new_free_count"].reshape(()) if free_ids is not None else None,
+        made["free_count"].reshape(()) if free_ids is not None else None,
         made["holes"],
-        made["new_hole_count"].reshape(()),
+        made["hole_count"].reshape(()),
         made["freed"] != 0,
         made["faults"].reshape(()),
     )
