@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32, UInt8
 
 from pallas_kernels.bind_pages import api as bind_pages
@@ -242,9 +243,11 @@ def drop(
     target = jnp.where(live, virtual, pool.refs.shape[0])
     refs = pool.refs.at[target].add(-1, mode="drop")
     left = refs[jnp.where(live, virtual, 0)]
+    # What is read of a map is read before the map changes: it is then updated in place, not copied.
+    old_v2p, refs, live, left = lax.optimization_barrier((pool.v2p, refs, live, left))
     dead = live & (left <= 0)
     v2p, p2v, free_ids, free_count, holes, hole_count, freed, _ = bind_pages.tombstone(
-        pool.v2p,
+        old_v2p,
         pool.p2v,
         pool.free_ids,
         pool.free_count,

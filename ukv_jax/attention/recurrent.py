@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
 from ukv_jax import views
@@ -34,6 +35,8 @@ def write(
     names = [p.name for p in subpool.spec.parts]
     if set(state) != set(names):
         raise ValueError(f"state parts {sorted(state)} given, sub-pool {subpool.name!r} has {sorted(names)}")
+    # All of the new state exists before the first write: no read of the old buffer is left that would copy the pool.
+    buffer, state = lax.optimization_barrier((buffer, state))
     for part in subpool.spec.parts:
         region = subpool.region(part.name)
         value = state[part.name]
