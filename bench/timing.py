@@ -1,0 +1,127 @@
+"""GPU kernel times by CUPTI, with a cold L2 cache and candidates interleaved, and the record a benchmark writes.
+
+A time is the time in which kernels of one call ran, in microseconds. Gaps between launches do not count, so the
+number of launches is reported beside it. Before every run 256 MB are written and another 256 MB are read, which
+leaves foreign clean lines in L2.
+"""
+
+import argparse
+import datetime
+import importlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds over the runs, and the kernels that one call launches."""
+
+    us: float
+    p10: float
+    p90: float
+    launches: int
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that all benchmarks share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the results to this file")
+    parser.add_argument("--iters", type=int, default=20, help="runs of each candidate (default: %(default)s)")
+    parser.add_argument(
+        "--peers",
+        type=Path,
+        help="folder with a module `peers` that offers other projects' kernels and times them in the same run",
+    )
+    return parser
+
+
+def load_peers(folder: Path | None) -> ModuleType | None:
+    """The module `peers` of that folder. Must come before the first use of a JAX device: both share the card."""
+    if folder is None:
+        return None
+    sys.path.insert(0, str(folder))
+    return importlib.import_module("peers")
+
+
+def measure(
+    candidates: Mapping[str, Callable[[], Any]], iters: int, peers: ModuleType | None = None
+) -> dict[str, Timing]:
+    """Times each candidate's call, one run of each in turn. With peers, their timer sees both sides with one clock."""
+    if peers is not None:
+        timed = peers.measure_many(dict(candidates), iters=iters, flush="clean")
+        return {name: Timing(t.us, t.p10, t.p90, t.launches) for name, t in timed.items()}
+    try:
+        from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+
+        cupti = mosaic_gpu_lib._mosaic_gpu_ext
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(f"this jaxlib offers no CUPTI timer: {error}") from error
+    runs: dict[str, list[list[float]]] = {name: [] for name in candidates}
+    for call in candidates.values():
+        jax.block_until_ready(call())
+    for _ in range(iters):
+        for name, call in candidates.items():
+            _flush_l2()
+            cupti._cupti_init()
+            jax.block_until_ready(call())
+            runs[name].append([milliseconds * 1e3 for _, milliseconds in cupti._cupti_get_timings(True)])
+    return {name: _summary(kernels) for name, kernels in runs.items()}
+
+
+def _summary(runs: list[list[float]]) -> Timing:
+    p10, median, p90 = np.percentile([sum(kernels) for kernels in runs], [10, 50, 90]).tolist()
+    return Timing(median, p10, p90, len(runs[0]))
+
+
+_CACHE_FILL: list[jax.Array] = []
+
+
+@jax.jit
+def _overwrite_and_read(written: jax.Array, read: jax.Array) -> tuple[jax.Array, jax.Array]:
+    written, read = jax.lax.optimization_barrier((written + 1, read))
+    return written, read.max()
+
+
+def _flush_l2() -> None:
+    if not _CACHE_FILL:
+        _CACHE_FILL.extend(jnp.arange(64 << 20, dtype=jnp.int32) + i for i in range(2))
+    jax.block_until_ready(_overwrite_and_read(*_CACHE_FILL))
+
+
+def record(benchmark: str, rows: list[dict[str, Any]], peers: ModuleType | None) -> dict[str, Any]:
+    """What a results file holds: the rows, and on what and with which versions they were measured."""
+    versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": sys.version.split()[0]}
+    for name in ("torch", "triton") if peers is not None else ():
+        versions[name] = importlib.import_module(name).__version__
+    return {
+        "benchmark": benchmark,
+        "date": datetime.date.today().isoformat(),
+        "card": jax.devices()[0].device_kind,
+        "versions": versions,
+        "unit": "us, median of CUPTI kernel times, L2 cold and clean, candidates interleaved",
+        "rows": rows,
+    }
+
+
+def flat(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
+    return {
+        name: {k: round(v, 3) if isinstance(v, float) else v for k, v in asdict(timing).items()}
+        for name, timing in timings.items()
+    }
+
+
+def write(path: Path | None, results: dict[str, Any]) -> None:
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"wrote {path}")
