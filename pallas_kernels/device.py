@@ -35,6 +35,14 @@ def target() -> tuple[str, tuple[int, int]]:
     return "rocm", (0, 0)  # an AMD device says "gfx..."
 
 
+def core_count() -> int:
+    """Streaming multiprocessors of the target; 132 (H100, H200) where it does not say."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None and abstract.num_cores:
+        return abstract.num_cores
+    return getattr(jax.devices()[0], "core_count", None) or 132
+
+
 def _platform(platform: str, kind: str) -> str:
     if platform == "gpu":
         return "rocm" if "AMD" in kind or kind.startswith("gfx") else "cuda"

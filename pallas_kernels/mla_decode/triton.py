@@ -1,0 +1,144 @@
+"""Paged MLA attention by jax-triton: for GPUs and shapes that the Mosaic kernel declines."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels import device
+from pallas_kernels.jax_triton_call import triton_call
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+
+_LOG2_E = math.log2(math.e)
+_MAX_ROWS = 4096  # a program holds the lengths of all rows at once
+
+
+def mla_decode_triton(
+    q: Float[Array, "rows s_q heads qk_width"],
+    buffer: UInt8[Array, " total_bytes"],
+    source: ReadSource,
+    block_offset: Int32[Array, ""],
+    *,
+    kv_dtype: jnp.dtype,
+    row_width: int,
+    v_width: int,
+    sm_scale: float,
+    logit_cap: float | None = None,
+    q_start: Int32[Array, " rows"] | None = None,
+) -> tuple[Float[Array, "rows s_q heads v_width"], Float[Array, "rows s_q heads"]]:
+    """See `pallas_kernels.mla_decode.api.mla_decode`. bfloat16, NVIDIA GPUs from Ampere on, any page size and s_q."""
+    rows, s_q, heads, qk_width = q.shape
+    platform, capability = device.target()
+    if platform != "cuda" or capability < (8, 0):
+        raise NotImplementedError(
+            f"the Triton kernel needs a GPU of compute capability 8.0 or more, got {capability}"
+        )
+    if q.dtype != jnp.bfloat16 or kv_dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the Triton kernel serves bfloat16 q and KV, got {q.dtype} and {kv_dtype}")
+    if not 1 <= rows <= _MAX_ROWS:
+        raise NotImplementedError(f"the Triton kernel serves 1 to {_MAX_ROWS} rows, got {rows}")
+    if v_width > 512 or qk_width - v_width > 128:
+        raise NotImplementedError(
+            f"the Triton kernel serves V to 512 and K to 128 more, got {v_width}, {qk_width}"
+        )
+
+    from pallas_kernels.mla_decode import triton_kernels
+
+    columns = s_q * heads
+    tile = tile_sizes(capability, columns)
+    groups = -(-columns // tile["COLS"])
+    slices = max(1, device.core_count() // groups)
+    ps = source.page_size
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, row_width)
+    none = source.kv_end  # stands in for arrays that this kind of source does not have
+    match source:
+        case PageTable(table=ids):
+            arrays = ids, none, none, none
+            shape = {"SOURCE": 0, "WIDTH": ids.shape[1], "COVER": ids.shape[1] * ps}
+        case TokenStream(ids=ids, indptr=indptr):
+            arrays = ids, indptr, none, none
+            shape = {"SOURCE": 1, "WIDTH": 1, "COVER": ids.shape[0]}
+        case VirtualPages(req_to_page=ids, row_ids=row_ids, v2p=v2p):
+            arrays = ids, none, row_ids, v2p
+            shape = {"SOURCE": 2, "WIDTH": ids.shape[1], "COVER": ids.shape[1] * ps}
+    virtual = isinstance(source, VirtualPages)
+    shape["COVER"] = min(shape["COVER"], 2**31 - 1)
+    # Without q_start the queries end at kv_end.
+    first_query, q_stop = (source.kv_end, 0) if q_start is None else (q_start, s_q)
+    deal = {
+        "ROWS": rows,
+        "ROWS_P2": _power_of_two(rows),
+        "COLS": tile["COLS"],
+        "GROUPS": groups,
+        "SLICES": slices,
+        "BLOCK": tile["BLOCK"],
+        "V": v_width,
+        "V_P2": max(16, _power_of_two(v_width)),
+        "SOURCE": shape["SOURCE"],
+        "COVER": shape["COVER"],
+        "Q_STOP": q_stop,
+    }
+    scale = sm_scale * _LOG2_E
+    f32 = jnp.float32
+    out, lse, part, part_lse = triton_call(
+        triton_kernels.attend,
+        [q, pool, *arrays, source.kv_start, source.kv_end, first_query, block_offset],
+        [
+            jax.ShapeDtypeStruct((rows, s_q, heads, v_width), q.dtype),
+            jax.ShapeDtypeStruct((rows, s_q, heads), f32),
+            jax.ShapeDtypeStruct((2 * slices, groups, tile["COLS"], deal["V_P2"]), f32),
+            jax.ShapeDtypeStruct((2 * slices, groups, tile["COLS"]), f32),
+        ],
+        grid=(slices * groups,),
+        compute_capability=capability,
+        num_warps=tile["WARPS"],
+        num_stages=tile["STAGES"],
+        **deal,
+        S_Q=s_q,
+        HEADS=heads,
+        STAGES=tile["STAGES"],
+        QK=qk_width,
+        ROPE_P2=0 if qk_width == v_width else max(16, _power_of_two(qk_width - v_width)),
+        ROW=row_width,
+        PS=ps,
+        WIDTH=shape["WIDTH"],
+        REQUESTS=source.req_to_page.shape[0] if virtual else 1,
+        NUM_VIRTUAL=source.v2p.shape[0] - 1 if virtual else 0,
+        BLOCKS_PER_PAGE=source.blocks_per_page if virtual else 1,
+        NUM_BLOCKS=pool.shape[0] // ps,
+        SCALE=scale,
+        CAP=0.0 if logit_cap is None else logit_cap * _LOG2_E,
+    )
+    v_tile = min(128, deal["V_P2"])
+    return triton_call(
+        triton_kernels.merge,
+        [arrays[1], source.kv_start, source.kv_end, first_query, part, part_lse],
+        update=[out, lse],
+        grid=(rows, groups, deal["V_P2"] // v_tile),
+        compute_capability=capability,
+        num_warps=4,
+        num_stages=1,
+        **deal,
+        COLUMNS=columns,
+        V_TILE=v_tile,
+    )
+
+
+def tile_sizes(capability: tuple[int, int], columns: int) -> dict[str, int]:
+    """COLS query heads a program, BLOCK tokens a step, STAGES of KV in shared memory, WARPS.
+
+    Limits of shared memory, in KiB: 227 (9.0, 10.0), 163 (8.0), 99 (8.6, 8.9, 12.0). At 576 x bf16 a stage takes
+    1.125 KiB a token, q 1.125 KiB a column.
+    """
+    cols = 16 if columns <= 16 else 32 if columns <= 32 else 64
+    if capability[0] in (9, 10):
+        return {"COLS": cols, "BLOCK": 64, "STAGES": 2, "WARPS": 8}
+    if capability == (8, 0):
+        return {"COLS": min(cols, 32), "BLOCK": 32, "STAGES": 2, "WARPS": 4}
+    return {"COLS": 16, "BLOCK": 16, "STAGES": 2, "WARPS": 4}
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
