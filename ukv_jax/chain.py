@@ -70,41 +70,53 @@ def plan(layout: PoolLayout, usage: tuple[Usage, ...], demand: tuple) -> tuple[B
 
     pools = layout.subpools
     # A demand beyond the grid is refused anyway; clipping it keeps granules in int32.
-    extra = [jnp.clip(d - u.holes, 0, s.num_pages) for s, u, d in zip(pools, usage, demand)]
+    extra = [
+        jnp.clip(d - u.holes, 0, s.num_pages + 1 - (u.high - u.low)) for s, u, d in zip(pools, usage, demand)
+    ]
     last = len(pools) - 1
-    top = jnp.int32(pools[last].num_pages * unit(layout, pools[last]))
     zero = jnp.zeros_like(extra[0])
-
-    growths: list[Growth] = [Growth(usage[0].low, usage[0].high, zero, extra[0])]
     edge = (usage[0].high + extra[0]) * unit(layout, pools[0])
-    if last > 0:
-        top = (usage[last].low - extra[last]) * unit(layout, pools[last])
-    ok = ids_ok & (edge <= top)
+    if last == 0:
+        fits = edge <= pools[0].num_pages * unit(layout, pools[0])
+        return ids_ok & fits, (Growth(usage[0].low, usage[0].high, zero, extra[0]),)
+    top = (usage[last].low - extra[last]) * unit(layout, pools[last])
 
-    # The lowest occupied granule above each float.
-    above = [top] * (last + 1)
+    # Down the chain, every float as high as it can go: below[i] is what that leaves to the sub-pools under float i.
+    ok, below = ids_ok, [top] * (last + 1)
     for i in range(last - 1, 0, -1):
-        occupied = usage[i].high > usage[i].low
-        above[i - 1] = jnp.where(occupied, usage[i].low * unit(layout, pools[i]), above[i])
+        c, u, e, limit = unit(layout, pools[i]), usage[i], extra[i], below[i + 1]
+        empty = u.high == u.low
+        up = jnp.minimum(e, limit // c - u.high)
+        ok &= empty | (up >= 0)
+        lowest = jnp.where(empty, limit // c - e, u.low - (e - up))
+        below[i] = jnp.where(empty & (e == 0), limit, lowest * c)
+    ok &= edge <= below[1]
+
+    # Up the chain, every float where it likes best within what those above it need.
+    growths = [Growth(usage[0].low, usage[0].high, zero, extra[0])]
     for i in range(1, last):
         c, u, e = unit(layout, pools[i]), usage[i], extra[i]
         empty = u.high == u.low
-        first, stop = _ceil(edge, c), above[i] // c
-        middle = first + jnp.maximum(stop - first - e, 0) // 2
-        room_low, room_high = u.low - first, stop - u.high
-        high_first = above[i] - u.high * c >= u.low * c - edge
-        up = jnp.where(high_first, jnp.minimum(e, room_high), e - jnp.minimum(e, room_low))
-        ok &= jnp.where(empty, (e == 0) | (stop - first >= e), (room_low >= 0) & (room_high >= 0) & (room_low + room_high >= e))
+        neighbour = _next_low(layout, usage, i, top)
+        first, stop = _ceil(edge, c), below[i + 1] // c
+        middle = jnp.minimum(first + jnp.maximum(neighbour // c - first - e, 0) // 2, stop - e)
+        high_first = neighbour - u.high * c >= u.low * c - edge
+        up = jnp.where(high_first, jnp.minimum(e, stop - u.high), e - jnp.minimum(e, u.low - first))
         grow_high = jnp.where(empty, e, up)
-        low = jnp.where(empty, jnp.where(e > 0, middle, u.low), u.low)
+        low = jnp.where(empty & (e > 0), middle, u.low)
         high = jnp.where(empty, low, u.high)
         growths.append(Growth(low, high, e - grow_high, grow_high))
-        occupied = ~empty | (e > 0)
-        edge = jnp.where(occupied, (high + grow_high) * c, edge)
-    if last > 0:
-        ok &= edge <= top
-        growths.append(Growth(usage[last].low, usage[last].high, extra[last], zero))
+        edge = jnp.where(empty & (e == 0), edge, (high + grow_high) * c)
+    growths.append(Growth(usage[last].low, usage[last].high, extra[last], zero))
     return ok, tuple(growths)
+
+
+def _next_low(layout: PoolLayout, usage: tuple[Usage, ...], index: int, top):
+    """The lowest occupied granule above float `index`."""
+    edge = top
+    for i in range(len(usage) - 2, index, -1):
+        edge = jnp.where(usage[i].high > usage[i].low, usage[i].low * unit(layout, layout.subpools[i]), edge)
+    return edge
 
 
 def _plan_static(layout, usage, demand, ok):
@@ -122,18 +134,22 @@ def fits_compacted(layout: PoolLayout, usage: tuple[Usage, ...], demand: tuple) 
     """Whether the demand fits once every hole is squeezed out and floats have slid to where they take least room."""
     if not isinstance(layout, UnifiedLayout):
         return plan(layout, usage, demand)[0]
-    ok = jnp.bool_(True)
-    edge = jnp.int32(0)
+    last = len(layout.subpools) - 1
+    ok, edge = jnp.bool_(True), jnp.int32(0)
     for i, (s, u, d) in enumerate(zip(layout.subpools, usage, demand)):
         c = unit(layout, s)
         if s.owns_ids:
             ok &= d <= u.free_ids
-        pages = u.high - u.low - u.holes + jnp.minimum(d, s.num_pages)
-        ok &= pages <= s.num_pages
-        first = s.first_page if i == 0 else jnp.where(pages > 0, _ceil(edge, c), 0)
+        pages = u.high - u.low - u.holes + jnp.clip(d, 0, s.num_pages)
+        ok &= pages <= s.num_pages  # and so the granules below fit int32
+        pages = jnp.minimum(pages, s.num_pages)
+        if i == last > 0:
+            return ok & (edge <= (s.num_pages - pages) * c)
+        first = s.first_page if i == 0 else _ceil(edge, c)
         stop = first + pages
-        ok &= stop <= s.num_pages
-        edge = jnp.where(stop > first, stop * c, edge)
+        holds = (i == 0) | (pages > 0)
+        ok &= ~holds | (stop <= s.num_pages)
+        edge = jnp.where(holds, jnp.minimum(stop, s.num_pages) * c, edge)
     return ok
 
 

@@ -174,24 +174,27 @@ def make_room(
         raise ValueError(f"side must be 'low' or 'high', got {side!r}")
     if unit is not None and unit % layout.granule:
         raise ValueError(f"unit {unit} is no multiple of the granule {layout.granule}")
-    want = jnp.int32(num_bytes) * ((unit or layout.granule) // layout.granule)
+    factor = (unit or layout.granule) // layout.granule
+    want = jnp.clip(jnp.int32(num_bytes), 0, (layout.total_bytes // layout.granule + 1) // factor + 1) * factor
     lanes = moves_per_call(layout, index, max_bytes)
     c = chain.unit(layout, layout.subpools[index])
     below, above = _gap(state, index)
-    state = pool.with_subpool(state, index, _absorb(state.subpools[index], low=True, high=True))
-    p, scan = state.subpools[index], _scan(state.subpools[index])
+    p = _absorb(state.subpools[index], low=True, high=True)
+    scan = _scan(p)
     toward_low = side == "low"
+    short = want > above - below  # more than there is between the neighbours
+    want = jnp.minimum(want, above - below)
     if toward_low:
         border = (below + want + c - 1) // c  # first page that may stay
         leaving = scan.live & (scan.page < border)
     else:
         border = (above - want) // c  # first page that must not stay
         leaving = scan.live & (scan.page >= border)
-    open_now = ~jnp.any(leaving)
+    open_now = ~short & ~jnp.any(leaving)
     beyond_holes = scan.hole & ((scan.page >= border) if toward_low else (scan.page < border))
     outside = _far_room(p, scan, border, below, above, c, toward_low)
     fits = jnp.sum(leaving) <= jnp.sum(beyond_holes) + jnp.sum(outside)
-    possible = fits & (state.gate == 0) & ((border * c <= above) if toward_low else (border * c >= below))
+    possible = ~short & fits & (state.gate == 0) & ((border * c <= above) if toward_low else (border * c >= below))
     # Nearest pages first; the destinations lie beyond every source of the whole slide, so any prefix is a valid slide.
     src = _list(leaving, lanes, reverse=not toward_low)
     inside = _list(beyond_holes, lanes, reverse=toward_low)
@@ -200,6 +203,13 @@ def make_room(
     n_inside = jnp.sum(beyond_holes)
     dst = jnp.where(lane < n_inside, inside, far[jnp.clip(lane - n_inside, 0, lanes - 1)])
     go = (src > 0) & possible & ~open_now
+    refused = ~open_now & ~possible
+    # A refusal leaves the band as it was; otherwise its border holes are given back.
+    band = {
+        name: jnp.where(refused, getattr(state.subpools[index], name), getattr(p, name))
+        for name in ("low", "high", "holes", "hole_count")
+    }
+    state = pool.with_subpool(state, index, replace(p, **band))
 
     def slide(state):
         state = _move(state, index, jnp.where(go, src, 0), jnp.where(go, dst, 0))
@@ -213,7 +223,7 @@ def make_room(
     state = lax.cond(jnp.any(go), slide, lambda s: s, state)
     moved = jnp.sum(go).astype(jnp.int32)
     done = open_now | (possible & (moved == jnp.sum(leaving)))
-    return state, Room(done, ~open_now & ~possible, moved)
+    return state, Room(done, refused, moved)
 
 
 def _gap(state: PoolState, index: int) -> tuple[Int32[Array, ""], Int32[Array, ""]]:

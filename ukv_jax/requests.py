@@ -1,8 +1,8 @@
 """Requests on top of pages: reserve, append, release, park, attach, window release and rebind, capacity.
 
 Functions work on many rows in one call. A `rows` argument is Int32[n], a row of the request maps in each lane, -1 in
-idle lanes; a row may stand in one lane only. Errors that a run-time value causes change nothing, come back in the
-outcome and are counted in `state.counters`.
+idle lanes; of lanes that name the same row the first counts, the others are faults. Errors that a run-time value causes
+change nothing, come back in the outcome and are counted in `state.counters`.
 """
 
 from dataclasses import replace
@@ -39,9 +39,16 @@ def _ceil(tokens, layout: PoolLayout):
 
 
 def _row(state: PoolState, rows: Int32[Array, " lanes"]) -> tuple[Bool[Array, " lanes"], Int32[Array, " lanes"]]:
-    """Which lanes name a row, and the row with a harmless one in the other lanes."""
-    inside = (rows >= 0) & (rows < state.layout.max_requests)
-    return inside, jnp.where(inside, rows, 0)
+    """Which lanes name a row of their own, and the row, with a harmless one in the other lanes.
+
+    Of lanes that name one row the first has it; the others are as good as out of range.
+    """
+    limit = state.layout.max_requests
+    inside = (rows >= 0) & (rows < limit)
+    lane = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    first = jnp.full(limit, rows.shape[0], jnp.int32).at[jnp.where(inside, rows, limit)].min(lane, mode="drop")
+    row = jnp.where(inside, rows, 0)
+    return inside & (first[row] == lane), row
 
 
 def _set(array: Array, rows: Int32[Array, " lanes"], mask: Bool[Array, " lanes"], value) -> Array:
@@ -57,7 +64,6 @@ def _spread(counts: Int32[Array, " n"], lanes: int) -> tuple[Bool[Array, " lanes
 
 
 class _Demand(NamedTuple):
-    inside: Bool[Array, " lanes"]
     row: Int32[Array, " lanes"]
     asked: Bool[Array, " lanes"]
     fault: Bool[Array, " lanes"]
@@ -77,7 +83,7 @@ def _demand(state: PoolState, rows, target_len, pages_per_row: int) -> _Demand:
     )
     good = asked & ~fault
     slots = good & (r.slots[row] == 0) if layout.state is not None else jnp.zeros_like(good)
-    return _Demand(inside, row, asked, fault, jnp.where(good, pages, 0), slots.astype(jnp.int32))
+    return _Demand(row, asked, fault, jnp.where(good, pages, 0), slots.astype(jnp.int32))
 
 
 def _chain_demand(layout: PoolLayout, pages, slots) -> tuple:
@@ -298,9 +304,10 @@ def attach(
 ) -> tuple[PoolState, Bool[Array, " lanes"]]:
     """Starts FREE rows on live pages of other requests (a prefix hit): each page gets one more holder.
 
-    pages: virtual pages in columns 0, 1, ..., -1 behind the last. seq_len: tokens that those pages already hold; it must
-    fill them to the last page. Window sub-pools are not held yet (`rebind_window`), and a state slot comes with the next
-    `reserve`. Faults, which change nothing for that row: a row that is not FREE, a dead page, a length that does not fit.
+    pages: virtual pages in columns 0, 1, ..., -1 behind the last. seq_len: tokens that those pages hold, which must fill
+    them: the row's next token goes to a page of its own, never into a shared one. Window sub-pools are not held yet
+    (`rebind_window`), and a state slot comes with the next `reserve`. Faults, which change nothing for that row: a row
+    that is not FREE, a page that is dead or named twice, a length that is not that of whole pages.
     """
     layout, r = state.layout, state.requests
     if pages.shape[1] > layout.max_pages:
@@ -311,7 +318,9 @@ def attach(
     i = layout.index(layout.full.name)
     live = pool.is_live(state.subpools[i], pages.reshape(-1)).reshape(pages.shape)
     ok = inside & (r.status[row] == FREE) & (n > 0) & jnp.all(live | ~held, axis=1)
-    ok &= jnp.all(held | (pages == UNBOUND), axis=1) & (_ceil(seq_len, layout) == n) & (seq_len > 0)
+    ordered = jnp.sort(pages, axis=1)
+    twice = jnp.any((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0), axis=1)
+    ok &= jnp.all(held | (pages == UNBOUND), axis=1) & ~twice & (seq_len == n * tokens_per_page(layout))
     take = held & ok[:, None]
     full = pool.add_refs(state.subpools[i], pages.reshape(-1), take.reshape(-1))
     request = jnp.where(take, row[:, None], layout.max_requests)

@@ -1,0 +1,372 @@
+"""The jitted pool against the plain-Python one, operation by operation, with every rule checked after each.
+
+Longer: UKV_MACHINE_EXAMPLES=500 pytest tests/pool/test_state_machine.py, with UKV_MACHINE_SEED=n for other runs than the
+default one.
+"""
+
+import os
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
+
+from tests.oracle import Oracle, bands, fits, fits_compacted
+from tests.pool import cases
+from tests.pool.cases import LAYOUTS, Contents, ints, operations
+from ukv_jax import pool, verify
+from ukv_jax.layout import UnifiedLayout
+from ukv_jax.pool import ACTIVE, FREE, PARKED, RELEASING
+
+EXAMPLES = int(os.environ.get("UKV_MACHINE_EXAMPLES", "12"))
+SEED = os.environ.get("UKV_MACHINE_SEED")
+
+# Any row: mostly a real one, sometimes idle or out of range, duplicates included.
+ROW = st.sampled_from([-1, *range(cases.MAX_REQUESTS), *range(cases.MAX_REQUESTS), cases.MAX_REQUESTS, -2, 2**30])
+ROWS = st.lists(ROW, min_size=cases.LANES, max_size=cases.LANES)
+
+
+def same(a, b) -> bool:
+    return all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    name: str
+
+    def __init__(self):
+        super().__init__()
+        self.layout = LAYOUTS[self.name]
+        self.do = operations(self.name)
+        self.model = Oracle(self.layout)
+        self.contents = Contents(self.layout)
+        self.state = pool.init(self.layout)
+        self.moved = 0
+
+    def step(self, state, *, moved: int = 0, bytes_move: bool = False) -> None:
+        """Takes the new state, after every rule held for it."""
+        old, self.state = self.state, state
+        self.moved += moved
+        verify.check(state)
+        self.model.compare(state)
+        assert int(state.counters.moved) == self.moved
+        self.check_bands(bands(old), bands(state))
+        self.contents.written = {
+            (name, v): value
+            for (name, v), value in self.contents.written.items()
+            if v in self.model.holders(self.layout[name])
+        }
+        self.contents.check(state)
+        self.state = self.contents.follow(state)
+        if not moved:
+            for p, q in zip(old.subpools, state.subpools):
+                a, b = np.asarray(p.v2p), np.asarray(q.v2p)
+                assert ((a == b) | (a == -1) | (b == -1) | bytes_move).all(), "a live page moved"
+
+    def check_bands(self, old, new) -> None:
+        for spec, p in zip(self.layout.subpools, self.state.subpools):
+            if pool.pages_are_ids(self.layout, spec):
+                continue
+            live = len(self.model.holders(spec))
+            b = new[self.layout.index(spec.name)]
+            assert b.live == live, f"{spec.name}: {b.live} live pages in the band, {live} expected"
+            if not live and isinstance(self.layout, UnifiedLayout):
+                assert b.low == b.high, f"{spec.name}: nothing is live, the band is [{b.low}, {b.high})"
+
+    def grow_by_holes_first(self, before, taken) -> None:
+        """The band grows by no more than what its holes could not give."""
+        for spec, old, new, n in zip(self.layout.subpools, before, bands(self.state), taken):
+            if not pool.pages_are_ids(self.layout, spec):
+                assert new.high - new.low == old.high - old.low + max(n - old.holes, 0)
+
+    # Requests.
+
+    @rule(rows=ROWS, lengths=st.lists(st.integers(-1, cases.MAX_TOKENS + 3), min_size=cases.LANES, max_size=cases.LANES))
+    def reserve(self, rows, lengths):
+        self._reserve(rows, [n * self.layout.dcp for n in lengths])
+
+    def _reserve(self, rows, target):
+        before = bands(self.state)
+        expected = self.model.reserve(rows, target, cases.PAGES_PER_ROW, before)
+        state, out, ready = self.do.reserve(self.state, ints(rows), ints(target))
+        granted = [isinstance(e, tuple) for e in expected]
+        assert np.asarray(out.granted).tolist() == granted, expected
+        assert np.asarray(ready).tolist() == granted, "admission and allocation differ"
+        assert np.asarray(out.refused).tolist() == [e == "refused" for e in expected]
+        assert np.asarray(out.fault).tolist() == [e == "fault" for e in expected]
+        pages, count, slots = (np.asarray(x) for x in (state.requests.pages, state.requests.page_count, state.requests.slots))
+        for lane, e in enumerate(expected):
+            r = rows[lane]
+            assert int(out.pages[lane]) == (e[0] if granted[lane] else 0)
+            if granted[lane]:
+                had = len(self.model.rows[r].pages)
+                assert count[r] == had + e[0]
+                self.model.grant(r, pages[r, had : count[r]].tolist(), int(slots[r]) if e[1] else 0)
+        if not any(granted):
+            assert same(state.subpools, self.state.subpools)
+            assert same(state.requests, self.state.requests)
+            assert same(state.buffer, self.state.buffer)
+        taken = [sum(e[s.is_state] for e in expected if isinstance(e, tuple)) for s in self.layout.subpools]
+        self.step(state)
+        self.grow_by_holes_first(before, taken)
+
+    @rule(rows=ROWS, tokens=st.lists(st.integers(-1, cases.APPEND_TOKENS + 1), min_size=cases.LANES, max_size=cases.LANES))
+    def append(self, rows, tokens):
+        start = [self.model.rows[r].length if 0 <= r < cases.MAX_REQUESTS else 0 for r in rows]
+        expected = self.model.append(rows, tokens, cases.APPEND_TOKENS)
+        state, out = self.do.append(self.state, ints(rows), ints(tokens))
+        assert np.asarray(out.ok).tolist() == expected
+        assert all(int(out.start[lane]) == start[lane] for lane, ok in enumerate(expected) if ok)
+        self.step(state)
+
+    @rule(data=st.data(), tokens=st.integers(1, cases.APPEND_TOKENS))
+    def decode(self, data, tokens):
+        """What a step does: rows that run get room, then tokens."""
+        active = [r for r, row in enumerate(self.model.rows) if row.status == ACTIVE][: cases.LANES]
+        free = [r for r, row in enumerate(self.model.rows) if row.status == FREE]
+        if len(active) < cases.LANES and free and data.draw(st.booleans()):
+            active.append(free[0])
+        rows = active + [-1] * (cases.LANES - len(active))
+        n = tokens * self.layout.dcp
+        target = [self.model.rows[r].length + n if r >= 0 else 0 for r in rows]
+        self._reserve(rows, target)
+        self.append(rows, [min(n, cases.APPEND_TOKENS)] * cases.LANES)
+
+    @rule(rows=ROWS)
+    def release(self, rows):
+        expected = self.model.release(rows)
+        state, ended = self.do.release(self.state, ints(rows))
+        assert np.asarray(ended).tolist() == expected
+        self.step(state)
+
+    @rule(rows=ROWS)
+    def mark_release(self, rows):
+        expected = self.model.mark_release(rows)
+        state, ended = self.do.mark_release(self.state, ints(rows))
+        assert np.asarray(ended).tolist() == expected
+        self.step(state)
+
+    @rule()
+    def release_pending(self):
+        before = sum(len(row.pages) for row in self.model.rows)
+        self.model.release_pending(cases.RELEASE_PAGES)
+        assert before - sum(len(row.pages) for row in self.model.rows) <= cases.RELEASE_PAGES
+        self.step(self.do.release_pending(self.state))
+
+    @rule(rows=ROWS)
+    def park(self, rows):
+        expected = self.model.park(rows)
+        state, ok = self.do.park(self.state, ints(rows))
+        assert np.asarray(ok).tolist() == expected
+        self.step(state)
+
+    @rule(rows=ROWS)
+    def resume(self, rows):
+        expected = self.model.resume(rows)
+        state, ok = self.do.resume(self.state, ints(rows))
+        assert np.asarray(ok).tolist() == expected
+        self.step(state)
+
+    @rule(data=st.data())
+    def attach(self, data):
+        """Prefixes of other requests, some of them spoilt."""
+        rows, pages, lengths = [], [], []
+        donors = [row for row in self.model.rows if row.length >= self.model.tokens_per_page]
+        free = [r for r, row in enumerate(self.model.rows) if row.status == FREE]
+        for lane in range(cases.LANES):
+            good = donors and free and data.draw(st.integers(0, 3)) > 0
+            rows.append(free[lane % len(free)] if good else data.draw(ROW))
+            wanted = []
+            if donors:
+                donor = data.draw(st.sampled_from(donors))
+                most = min(len(donor.pages), donor.length // self.model.tokens_per_page, cases.ATTACH_WIDTH)
+                wanted = donor.pages[: data.draw(st.integers(1, most))]
+            length = len(wanted) * self.model.tokens_per_page
+            wanted = wanted + [-1] * (cases.ATTACH_WIDTH - len(wanted))
+            if not good:
+                at = data.draw(st.integers(0, cases.ATTACH_WIDTH - 1))
+                wanted[at] = data.draw(st.sampled_from([-1, 0, 1, 2, wanted[0], self.layout.full.num_virtual, 2**30, -7]))
+                length += data.draw(st.sampled_from([0, 0, 1, -1]))
+            pages.append(wanted)
+            lengths.append(length)
+        expected = self.model.attach(rows, pages, lengths)
+        state, ok = self.do.attach(self.state, ints(rows), ints(pages), ints(lengths))
+        assert np.asarray(ok).tolist() == expected
+        self.step(state)
+
+    @precondition(lambda self: self.layout.windows)
+    @rule()
+    def release_window(self):
+        expected = self.model.release_window(cases.WINDOW_PAGES)
+        state, dropped = self.do.release_window(self.state)
+        assert int(dropped) == expected
+        self.step(state)
+
+    @precondition(lambda self: self.layout.windows)
+    @rule(rows=ROWS, all_rows=st.booleans())
+    def rebind_window(self, rows, all_rows):
+        if all_rows:
+            active = [r for r, row in enumerate(self.model.rows) if row.status == ACTIVE]
+            rows = (active + [-1] * cases.LANES)[: cases.LANES]
+        before = bands(self.state)
+        expected = self.model.rebind_window(rows, cases.REBIND_PAGES, before)
+        state, out = self.do.rebind_window(self.state, ints(rows))
+        granted = [isinstance(e, int) for e in expected]
+        assert np.asarray(out.granted).tolist() == granted, expected
+        assert np.asarray(out.refused).tolist() == [e == "refused" for e in expected]
+        assert np.asarray(out.fault).tolist() == [e == "fault" for e in expected]
+        assert np.asarray(out.pages).tolist() == [e if isinstance(e, int) else 0 for e in expected]
+        self.step(state)
+
+    # Moves.
+
+    @rule(data=st.data(), complete=st.booleans())
+    def compact(self, data, complete):
+        name = data.draw(st.sampled_from([s.name for s in self.layout.subpools]))
+        before = bands(self.state)[self.layout.index(name)]
+        state, moved = self.do.compact[name, complete](self.state)
+        after = bands(state)[self.layout.index(name)]
+        if self.model.gate or not isinstance(self.layout, UnifiedLayout):
+            assert int(moved) == 0
+            assert same(state, self.state)
+        elif complete:
+            assert after.holes == 0
+            assert after.high - after.low == before.live
+        else:
+            assert int(moved) <= 1
+            assert after.high - after.low <= before.high - before.low
+            assert after.holes == 0 or int(moved) == 1, "holes are left and nothing moved"
+        self.step(state, moved=int(moved))
+
+    @precondition(lambda self: self.do.floats)
+    @rule(data=st.data(), side=st.sampled_from(["low", "high"]), pages=st.integers(0, 40), huge=st.integers(0, 19))
+    def make_room(self, data, side, pages, huge):
+        spec = data.draw(st.sampled_from(self.do.floats))
+        index = self.layout.index(spec.name)
+        want = pages * 32 // self.layout.granule if huge else 2**31 - 1
+        below, above = self.borders(index)
+        state, room = self.do.make_room[spec.name, side](self.state, ints(want))
+        after = bands(state)[index]
+        low, high = after.low * spec.page_bytes, after.high * spec.page_bytes
+        if after.low == after.high:
+            is_open = above - below >= want * self.layout.granule
+        else:
+            is_open = (low - below if side == "low" else above - high) >= want * self.layout.granule
+        assert bool(room.done) == is_open
+        assert not (bool(room.done) and bool(room.refused))
+        if bool(room.refused):
+            assert int(room.moved) == 0
+            assert same(state, self.state), "a refused slide changed something"
+            gap = (above - want * self.layout.granule) if side == "high" else below + want * self.layout.granule
+            live = len(self.model.holders(spec))
+            first, stop = -(-below // spec.page_bytes), above // spec.page_bytes
+            room_left = stop - -(-gap // spec.page_bytes) if side == "low" else gap // spec.page_bytes - first
+            assert self.model.gate or room_left < live, "refused, and there was room"
+        else:
+            assert bool(room.done) or int(room.moved) > 0, "neither done nor refused, and nothing moved"
+        assert int(room.moved) <= 2
+        self.step(state, moved=int(room.moved))
+
+    def borders(self, index) -> tuple[int, int]:
+        """Bytes between which a float lies: the ends of its nearest neighbours that hold pages."""
+        taken = [
+            (b.low * s.page_bytes, b.high * s.page_bytes)
+            for s, b in zip(self.layout.subpools, bands(self.state))
+            if b.high > b.low
+        ]
+        spec, own = self.layout.subpools[index], bands(self.state)[index]
+        neighbours = list(zip(self.layout.subpools, bands(self.state)))
+        below = [b.high * s.page_bytes for s, b in neighbours[:index] if b.high > b.low]
+        above = [b.low * s.page_bytes for s, b in neighbours[index + 1 :] if b.high > b.low]
+        bottom = self.layout.subpools[0].first_page * self.layout.subpools[0].page_bytes
+        last = self.layout.subpools[-1]
+        assert taken or own.low == own.high
+        return max(below, default=bottom), min(above, default=last.num_pages * last.page_bytes)
+
+    @rule(data=st.data(), complete=st.booleans())
+    def relieve(self, data, complete):
+        """Asks for room until nothing more can be gained: what compaction could open must then be open."""
+        pages, slots = data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2))
+        demand = [slots if s.is_state else pages for s in self.layout.subpools]
+        if data.draw(st.booleans()):  # one sub-pool alone
+            alone = data.draw(st.integers(0, len(demand) - 1))
+            demand = [n if i == alone else 0 for i, n in enumerate(demand)]
+        could = fits(self.layout, bands(self.state), demand)
+        if not self.model.gate:
+            could = could or fits_compacted(self.layout, bands(self.state), demand)
+        for _ in range(60):
+            if bool(self.do.plan(self.state, tuple(ints(n) for n in demand))):
+                break
+            moved = int(self.state.counters.moved)
+            state, progress = self.do.relieve[complete](self.state, tuple(ints(n) for n in demand))
+            self.step(state, moved=int(state.counters.moved) - moved)
+            if int(progress) == 0:
+                break
+        else:
+            raise AssertionError("relieve makes progress for ever")
+        now = fits(self.layout, bands(self.state), demand)
+        assert now == could, f"demand {demand}: room {now}, expected {could}"
+
+    # The rest.
+
+    @rule()
+    def capacities(self):
+        now = bands(self.state)
+        for names, (own, after) in zip(self.do.names, self.do.capacities(self.state)):
+            def demand(n, names=names):
+                return [n if s.name in names else 0 for s in self.layout.subpools]
+
+            def compacted(n, demand=demand):
+                return fits(self.layout, now, demand(n)) or (
+                    self.model.gate == 0 and fits_compacted(self.layout, now, demand(n))
+                )
+
+            assert fits(self.layout, now, demand(int(own)))
+            assert not fits(self.layout, now, demand(int(own) + 1)), f"{names}: {own} and one more fit"
+            assert compacted(int(after))
+            assert not compacted(int(after) + 1), f"{names}: {after} and one more fit after compaction"
+
+    @rule(data=st.data())
+    def write(self, data):
+        """New bytes through the id of a live page."""
+        live = sorted(self.contents.written)
+        if live:
+            name, v = data.draw(st.sampled_from(live))
+            physical = int(self.state.subpool(name).v2p[v])
+            self.state = self.contents.write(self.state, {(name, v): physical})
+
+    @rule()
+    def hold(self):
+        self.model.gate += 1
+        self.step(self.do.hold(self.state))
+
+    @rule()
+    def unhold(self):
+        self.model.unhold()
+        self.step(self.do.unhold(self.state))
+
+    @rule(sure=st.integers(0, 3))
+    def reset(self, sure):
+        if sure == 0:
+            self.model.reset()
+            self.step(self.do.reset(self.state))
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_pool_against_plain_python(name):
+    machine = type(f"Machine_{name}", (PoolMachine,), {"name": name})
+    run = lambda: run_state_machine_as_test(  # noqa: E731
+        machine,
+        settings=settings(
+            settings.get_profile("default"),
+            max_examples=EXAMPLES,
+            stateful_step_count=30,
+            derandomize=SEED is None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+    if SEED is not None:
+        machine._hypothesis_internal_use_seed = int(SEED)
+    run()
