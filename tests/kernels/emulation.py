@@ -12,6 +12,7 @@ import random
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -168,8 +169,15 @@ IMPLEMENTATIONS = ("xla", "emulated", pytest.param("mosaic", marks=pytest.mark.g
 
 
 def run(implementation: str, function, *args: Any, **options: Any) -> Any:  # type: ignore[no-untyped-def]
-    """Calls an index operation with one of `IMPLEMENTATIONS`."""
+    """Calls an index operation with one of `IMPLEMENTATIONS`, compiled once for its shapes and static options."""
     if implementation == "emulated":
         with emulated():
             return function(*args, **options, implementation="mosaic")
-    return function(*args, **options, implementation=implementation)
+    arrays = {name: value for name, value in options.items() if isinstance(value, jax.Array)}
+    static = {name: value for name, value in options.items() if name not in arrays and value is not None}
+    return _compiled(function, implementation, tuple(sorted(static.items())))(*args, **arrays)
+
+
+@cache
+def _compiled(function, implementation: str, static: tuple[tuple[str, Any], ...]):  # type: ignore[no-untyped-def]
+    return jax.jit(partial(function, **dict(static), implementation=implementation))

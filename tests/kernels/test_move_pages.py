@@ -1,5 +1,6 @@
 """Page moves against NumPy, for every implementation."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -95,16 +96,11 @@ def test_access_width():
 @pytest.mark.gpu
 def test_pool_past_2_to_the_32_bytes():
     """Pages on both sides of 2^32 bytes, moved across it; the rest of the pool stays."""
-    import jax
-
     page = 27 * 64 * 1152
     pages = (5 << 30) // page
     high = (1 << 32) // page + 5
-    with jax.default_matmul_precision("highest"):
-        buffer = jax.jit(lambda: jnp.arange(page * pages // 4, dtype=jnp.uint32) * 2654435761 >> 13)()
-    buffer = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1), donate_argnums=0)(
-        buffer
-    )
+    words = jax.jit(lambda: jnp.arange(page * pages // 4, dtype=jnp.uint32) * jnp.uint32(2654435761))()
+    buffer = jax.jit(lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(-1))(words)
     window = jax.jit(lambda b, p: jax.lax.dynamic_slice(b.reshape(pages, page), (p, 0), (1, page))[0])
     before = {p: np.array(window(buffer, p)) for p in (3, 4, 7, high, high + 1, high + 2)}
     src, dst = jnp.array([high, 4, -1], jnp.int32), jnp.array([3, high + 2, 5], jnp.int32)
