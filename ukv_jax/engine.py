@@ -10,8 +10,10 @@ same numbers in another order than single steps do, and a last bit can turn a cl
 (seed, position) alone, a retracted request ends with exactly the tokens it would have had.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -220,7 +222,8 @@ class Engine:
       stops: stop ids that one request may have.
       delivery, implementation: how attention gets its addresses, and which kernel runs (None: the default).
 
-    The pool lives as long as the engine and is empty again after every `generate`. `trace()` tells what it held.
+    The pool lives as long as the engine and is empty again after every `generate`. `trace()`, `peak_requests`,
+    `decode_steps` and `decode_seconds` tell what has happened since it was made.
     """
 
     def __init__(
@@ -252,17 +255,23 @@ class Engine:
         self._rows: deque[int] = deque(range(layout.max_requests))
         self._history: list[loop.History] = []
         self.peak_requests = 0
-        self.decode_steps = 0
+        self.decode_steps, self.decode_seconds = 0, 0.0
 
     def compile(self) -> None:
-        """Compiles everything by running it on idle lanes."""
-        idle = np.full(self.lanes, -1, np.int32)
-        zeros = np.zeros(self.lanes, np.int32)
-        self._reserve(idle, zeros, zeros > 0, [Sampling()] * self.lanes)
-        self._prefill(idle, np.zeros((self.lanes, self.chunk), np.int32), zeros, zeros > 0)
-        self._decode(0)
-        self._release([])
-        jax.block_until_ready(self.state)
+        """Compiles everything now, side by side, instead of at first use."""
+        idle, zeros = np.full(self.lanes, -1, np.int32), np.zeros(self.lanes, np.int32)
+        tokens = np.zeros((self.lanes, self.chunk), np.int32)
+        params, state, gen = self.model.params, self.state, self.gen
+        arguments = _Functions(
+            admit=(state, gen, idle, zeros, zeros > 0, self._wishes([Sampling()] * self.lanes)),
+            prefill=(params, state, gen, idle, tokens, zeros, zeros > 0),
+            decode=(params, state, gen, np.int32(0)),
+            release=(state, gen, np.full(self.layout.max_requests, -1, np.int32)),
+        )
+        # XLA compiles outside the interpreter's lock.
+        with ThreadPoolExecutor(len(arguments)) as threads:
+            jobs = [threads.submit(lambda f, a: f.lower(*a).compile(), *pair) for pair in zip(self._jit, arguments)]
+        self._jit = _Functions(*(job.result() for job in jobs))
 
     def trace(self) -> Trace:
         """What the pool held at every decode step since the engine was made."""
@@ -317,28 +326,39 @@ class Engine:
 
     # The four dispatches. Arrays are padded to fixed shapes with idle lanes (row -1).
 
-    def _reserve(self, rows, target_len, fresh, wishes: list[Sampling]) -> np.ndarray:
+    def _wishes(self, sampling: list[Sampling]) -> _Wishes:
         stop_ids = np.full((self.lanes, self.stops), -1, np.int32)
-        for lane, s in enumerate(wishes):
+        for lane, s in enumerate(sampling):
             ids = self._stop_ids(s)
             stop_ids[lane, : len(ids)] = ids
-        asked = _Wishes(
-            np.array([s.max_new_tokens for s in wishes], np.int32),
+        return _Wishes(
+            np.array([s.max_new_tokens for s in sampling], np.int32),
             stop_ids,
-            np.array([s.temperature for s in wishes], np.float32),
-            np.array([s.top_k for s in wishes], np.int32),
-            np.array([s.top_p for s in wishes], np.float32),
-            np.array([s.seed for s in wishes], np.int32),
+            np.array([s.temperature for s in sampling], np.float32),
+            np.array([s.top_k for s in sampling], np.int32),
+            np.array([s.top_p for s in sampling], np.float32),
+            np.array([s.seed for s in sampling], np.int32),
         )
-        self.state, self.gen, granted = self._jit.admit(self.state, self.gen, rows, target_len, fresh, asked)
+
+    def _reserve(self, rows, target_len, fresh, sampling: list[Sampling]) -> np.ndarray:
+        wishes = self._wishes(sampling)
+        self.state, self.gen, granted = self._jit.admit(self.state, self.gen, rows, target_len, fresh, wishes)
         return np.asarray(granted)
 
     def _prefill(self, rows, tokens, new_len, last) -> None:
         self.state, self.gen = self._jit.prefill(self.model.params, self.state, self.gen, rows, tokens, new_len, last)
 
-    def _decode(self, steps: int) -> loop.LoopResult:
+    def _decode(self, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, loop.LoopResult]:
+        """Decodes, and reads made, finish, stalls and the loop's result."""
+        jax.block_until_ready(self.state.buffer)  # so that the clock counts decode steps alone
+        begin = time.perf_counter()
         self.state, self.gen, result = self._jit.decode(self.model.params, self.state, self.gen, np.int32(steps))
-        return result
+        read = jax.device_get((self.gen.made, self.gen.finish, self.gen.stalls, result))
+        self.decode_seconds += time.perf_counter() - begin
+        result = read[-1]
+        self.decode_steps += int(result.steps)
+        self._history.append(loop.History(*(column[: int(result.steps)] for column in result.history)))
+        return read
 
     def _release(self, rows: list[int]) -> None:
         """Ends these rows and finishes all pending releases."""
@@ -463,12 +483,8 @@ class _Session:
         left = [self.wishes[r.request].max_new_tokens - r.made for r in self.running]
         # With others waiting, stop as soon as a row may be free. (Two at least: room is made in the step after a shortage.)
         steps = max(2, min([e.steps, *left])) if self.waiting else e.steps
-        result = e._decode(steps)
-        small = (e.gen.made, e.gen.finish, e.gen.stalls, result)
-        made, finish, stalls, result = jax.device_get(small)
+        made, finish, stalls, result = e._decode(steps)
         n = int(result.steps)
-        e.decode_steps += n
-        e._history.append(loop.History(*(column[:n] for column in result.history)))
         self.closed = n > 0 and result.history.stalled[n - 1] > 0
 
         for r in self.running:
