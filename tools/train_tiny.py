@@ -24,9 +24,9 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from tests.models.dense_cache import make_dense_cache
-from ukv_jax.models import moe
 from ukv_jax.models.config import ModelConfig, load_config
 from ukv_jax.models.decoder import cache_spec, forward
+from ukv_jax.models.experts import EXPERTS
 from ukv_jax.models.families import FAMILIES
 from ukv_jax.models.weights import build_tree
 
@@ -140,7 +140,7 @@ def loss_fn(weights: dict[str, jax.Array], config: ModelConfig, tokens: jax.Arra
         share = (picked * weights[..., None]).sum(axis=1)
         return jnp.einsum("tew,ehw->th", jax.nn.silu(gate) * up * share[..., None], down)
 
-    moe.EXPERTS["dense"] = dense
+    EXPERTS["dense"] = dense
     logits, _ = forward(params, config, tokens[:, :-1], cache.begin(length, [length] * rows), experts="dense")
     logprobs = jax.nn.log_softmax(logits)
     loss = -jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1).mean()

@@ -1,11 +1,6 @@
-"""Mixture of experts: routing, and several named ways to run the experts.
-
-Every implementation takes the same arguments and gives the same result up to rounding; none is chosen silently.
-"""
+"""Mixture of experts: routing, routed experts (experts.py) and shared experts."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ukv_jax.models.config import MoEConfig
+from ukv_jax.models.experts import EXPERTS
 from ukv_jax.models.layers import swiglu
 
 
@@ -43,41 +39,6 @@ def route(
     if config.renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
     return experts.astype(jnp.int32), weights * config.scaling_factor
-
-
-def experts_ragged_dot(x: Array, experts: Array, weights: Array, gate_up: Array, down: Array) -> Array:
-    """`jax.lax.ragged_dot` over tokens sorted by expert. For CPU: XLA for GPU expands it to a dense product over all
-    experts, so lowering it for another platform is refused."""
-    order, group_sizes = _sort_by_expert(experts, gate_up.shape[0])
-    rows = x[order // experts.shape[1]]
-
-    def grouped(lhs: Array, rhs: Array) -> Array:
-        return lax.ragged_dot(lhs, rhs.swapaxes(1, 2), group_sizes)
-
-    gate, up = jnp.split(grouped(rows, gate_up), 2, axis=-1)
-    out = grouped(jax.nn.silu(gate) * up, down)
-    return _combine(out, order, experts, weights, gate_up.shape[0], x)
-
-
-def _sort_by_expert(experts: Array, num_experts: int) -> tuple[Array, Array]:
-    """Order of the flattened (token, choice) pairs by expert, and the size of each expert's group."""
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    group_sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    return order, group_sizes
-
-
-def _combine(out: Array, order: Array, experts: Array, weights: Array, num_experts: int, x: Array) -> Array:
-    """Weighted sum over the choices of each token of rows that are in sorted order."""
-    pairs = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
-    pairs = pairs.reshape(*experts.shape, -1)
-    # A pair without an expert lies in no group: what a kernel leaves in its row is undefined.
-    pairs = jnp.where((experts < num_experts)[..., None], pairs.astype(jnp.float32) * weights[..., None], 0)
-    return pairs.sum(axis=1).astype(x.dtype)
-
-
-ExpertsFn = Callable[[Array, Array, Array, Array, Array], Array]
-EXPERTS: dict[str, ExpertsFn] = {"ragged_dot": experts_ragged_dot}
 
 
 def apply(
