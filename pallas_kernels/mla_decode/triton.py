@@ -49,7 +49,7 @@ def mla_decode_triton(
     columns = s_q * heads
     tile = tile_sizes(capability, columns)
     groups = -(-columns // tile["COLS"])
-    slices = max(1, device.core_count() // groups)
+    slices = max(1, tile["PER_CORE"] * device.core_count() // groups)
     ps = source.page_size
     pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, row_width)
     none = source.kv_end  # stands in for arrays that this kind of source does not have
@@ -127,17 +127,21 @@ def mla_decode_triton(
 
 
 def tile_sizes(capability: tuple[int, int], columns: int) -> dict[str, int]:
-    """COLS query heads a program, BLOCK tokens a step, STAGES of KV in shared memory, WARPS.
+    """COLS query heads a program, BLOCK tokens a step, STAGES of KV in shared memory, WARPS, programs PER_CORE.
 
     Limits of shared memory, in KiB: 227 (9.0, 10.0), 163 (8.0), 99 (8.6, 8.9, 12.0). At 576 x bf16 a stage takes
     1.125 KiB a token, q 1.125 KiB a column.
     """
     cols = 16 if columns <= 16 else 32 if columns <= 32 else 64
-    if capability[0] in (9, 10):
-        return {"COLS": cols, "BLOCK": 64, "STAGES": 2, "WARPS": 8}
+    if capability[0] == 9:
+        if cols <= 32:
+            return {"COLS": cols, "BLOCK": 32, "STAGES": 2, "WARPS": 4, "PER_CORE": 2}
+        return {"COLS": cols, "BLOCK": 64, "STAGES": 2, "WARPS": 8, "PER_CORE": 1}
+    if capability[0] == 10:
+        return {"COLS": min(cols, 32), "BLOCK": 32, "STAGES": 2, "WARPS": 8, "PER_CORE": 1}
     if capability == (8, 0):
-        return {"COLS": min(cols, 32), "BLOCK": 32, "STAGES": 2, "WARPS": 4}
-    return {"COLS": 16, "BLOCK": 16, "STAGES": 2, "WARPS": 4}
+        return {"COLS": min(cols, 32), "BLOCK": 32, "STAGES": 3, "WARPS": 8, "PER_CORE": 1}
+    return {"COLS": 16, "BLOCK": 32, "STAGES": 2, "WARPS": 4, "PER_CORE": 1}
 
 
 def _power_of_two(n: int) -> int:

@@ -119,7 +119,7 @@ def attend(q, pool, ids, indptr, row_ids, v2p, kv_start, kv_end, q_start, block_
             # A column sees positions below its limit.
             limit = tl.minimum(stop, tl.load(q_start + b) + Q_STOP - S_Q + 1 + column // HEADS)
             peak = tl.full((COLS,), float("-inf"), tl.float32)
-            total = tl.zeros((COLS,), tl.float32)
+            weights = tl.zeros((BLOCK, COLS), tl.float32)  # summed over tokens once, at the end
             acc = tl.zeros((V_P2, COLS), tl.float32)
 
             # The ids of a block are loaded one block ahead: they are two or three dependent loads.
@@ -151,7 +151,7 @@ def attend(q, pool, ids, indptr, row_ids, v2p, kv_start, kv_end, q_start, block_
                 shift = tl.where(next_peak == float("-inf"), 0.0, next_peak)  # -inf - -inf would be NaN
                 p = tl.exp2(s - shift[None, :])
                 decay = tl.exp2(peak - shift)
-                total = total * decay + tl.sum(p, 0)
+                weights = weights * decay[None, :] + p
                 acc = acc * decay[None, :]
                 acc = tl.dot(tl.trans(kv), p.to(kv.dtype), acc)
                 peak = next_peak
@@ -162,6 +162,7 @@ def attend(q, pool, ids, indptr, row_ids, v2p, kv_start, kv_end, q_start, block_
                     WIDTH, REQUESTS, NUM_VIRTUAL, BLOCKS_PER_PAGE, NUM_BLOCKS,
                 )  # fmt: skip
 
+            total = tl.sum(weights, 0)
             empty = total == 0
             acc = acc * tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))[None, :]
             log = peak + tl.log2(tl.where(empty, 1.0, total))
