@@ -25,6 +25,8 @@ from pallas_kernels.mla_decode.mosaic_store import store_rows
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
+SLOTS = 2  # KV tiles of the ring
+GROUP = 128  # columns of a load; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
 _SMS = 132
 _LOAD, _SCORES, _LEFT, _RIGHT = 0, 1, 2, 3  # roles of the warpgroups
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -89,12 +91,12 @@ def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
     if source.page_size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
-    if row_width != qk_width or row_width % 64 or row_width > 576:
+    if row_width != qk_width or row_width % 64 or row_width > 576 or row_width == v_width:
         raise NotImplementedError(
-            f"row_width must be qk_width, a multiple of 64 and at most 576, got row_width {row_width}, qk_width {qk_width}"
+            f"row_width must be qk_width, a multiple of 64, more than v_width and at most 576, got row_width {row_width}, qk_width {qk_width}"
         )
-    if v_width not in (128, 256, 512):
-        raise NotImplementedError(f"v_width must be 128, 256 or 512, got {v_width}")
+    if v_width not in (256, 512):
+        raise NotImplementedError(f"v_width must be 256 or 512, got {v_width}")
     if not sm_scale > 0:
         raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")
 
@@ -107,7 +109,8 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
     groups = config.blocks // q_tiles  # the blocks of a group hold the query tiles of one share
     box = min(M, q.shape[1])
     half = v_width // 2
-    n_width = min(half, 128)  # of one WGMMA: ptxas refuses 256 in a kernel of 512 threads
+    v_groups = v_width // GROUP  # a KV tile arrives as boxes of GROUP columns of V, and one of the rest
+    rest = width - v_width
     load_rows = min(page_size, TILE)  # of one TMA
     loads = TILE // load_rows
     log2e = math.log2(math.e)
@@ -127,9 +130,10 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
         q_ref, pool_ref, offset_ref = take(3)
         range_refs, id_refs = take(len(ranges)), take(len(ids))
         out_ref, lse_ref, part_ref, part_lse_ref, cut_ref = take(5)
-        q_smem, k_smem, p_smem, factor_smem, share_smem = take(5)
+        q_smem, v_smem, rest_smem, p_smem, factor_smem, share_smem = take(6)
         decay_smem, inverse_smem = factor_smem.at[0], factor_smem.at[1]
-        share_ready, q_ready, q_free, k_ready, k_free, p_ready, p_free, end_ready, end_free = take(9)
+        share_ready, q_ready, q_free, ready, v_free, rest_free = take(6)
+        p_ready, p_free, end_ready, end_free = take(4)
         group, q_tile, role = lax.axis_index("group"), lax.axis_index("q_tile"), lax.axis_index("role")
         live_rows = jnp.minimum(queries - q_tile * M, M)
 
@@ -189,10 +193,10 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                 keep &= token <= q_position + lax.div(query, heads)
             return jnp.where(keep, s, -jnp.inf)
 
-        def clear(tile, first, stop):
+        def clear(slot, first, stop):
             """Zeroes V of the positions outside [first, stop): P is 0 there, but 0 * NaN is NaN."""
             for c in range(v_width // 64):
-                chunk = tile.at[:, pl.ds(c * 64, 64)]
+                chunk = v_smem.at[slot, c * 64 // GROUP, :, pl.ds(c * 64 % GROUP, 64)]
                 token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_ACC)
                 value = plgpu.load(chunk, layout=_ACC)
                 chunk[...] = jnp.where((token >= first) & (token < stop), value, jnp.bfloat16(0))
@@ -213,6 +217,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
         @pl.when(role == _LOAD)
         def load():
             plgpu.set_max_registers(40, action="decrease")
+            plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
             mosaic_schedule.find_share(
                 range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q
             )
@@ -235,15 +240,19 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
                 def one(i, carry):
                     n, blocks = carry
-                    slot = lax.rem(n, 2)
-                    pl.when(n >= 2)(lambda: plgpu.barrier_wait(k_free.at[slot]))
+                    slot = lax.rem(n, SLOTS)
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                    for j in range(loads):
-                        plgpu.copy_gmem_to_smem(
-                            pool_ref.at[blocks[j], pl.ds(row, load_rows)],
-                            k_smem.at[slot, pl.ds(j * load_rows, load_rows)],
-                            k_ready.at[slot],
-                        )
+                    for g in range(v_groups + 1):
+                        is_v = g < v_groups
+                        free = v_free.at[slot, g] if is_v else rest_free.at[slot]
+                        pl.when(n >= SLOTS)(partial(plgpu.barrier_wait, free))
+                        target = v_smem.at[slot, g] if is_v else rest_smem.at[slot]
+                        for j in range(loads):
+                            plgpu.copy_gmem_to_smem(
+                                pool_ref.at[blocks[j], pl.ds(row, load_rows), pl.ds(g * GROUP, GROUP if is_v else rest)],
+                                target.at[pl.ds(j * load_rows, load_rows)],
+                                ready.at[slot, g],
+                            )
                     return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
 
                 n, _ = lax.fori_loop(start, stop, one, (n, blocks_of(start)))
@@ -253,7 +262,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
         @pl.when(role == _SCORES)
         def scores():
-            plgpu.set_max_registers(112, action="decrease")
+            plgpu.set_max_registers(128, action="decrease")
             share = get_share()
             write_cut(share)
             for_empty_rows(
@@ -267,15 +276,20 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
                 def one(i, carry):
                     peak, total, n = carry
-                    slot = lax.rem(n, 2)
+                    slot = lax.rem(n, SLOTS)
                     position = (first_tile + i) * TILE
-                    plgpu.barrier_wait(k_ready.at[slot])
 
                     def product(s_ref):
-                        plgpu.wgmma(s_ref, q_smem, plgpu.transpose_ref(k_smem.at[slot], (1, 0)))
+                        for g in range(v_groups + 1):
+                            plgpu.barrier_wait(ready.at[slot, g])
+                            columns, k = (GROUP, v_smem.at[slot, g]) if g < v_groups else (rest, rest_smem.at[slot])
+                            plgpu.wgmma(
+                                s_ref, q_smem.at[:, pl.ds(g * GROUP, columns)], plgpu.transpose_ref(k, (1, 0))
+                            )
                         return s_ref[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
+                    plgpu.barrier_arrive(rest_free.at[slot])
                     pl.when(i == stop - 1)(lambda: plgpu.barrier_arrive(q_free))
                     if logit_cap is not None:
                         # tanh by exp2: the hardware's own tanh has 11 bits.
@@ -283,7 +297,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                         s = logit_cap - (2 * logit_cap) / (1 + jnp.exp2(s * scale))
 
                     tail = (position < kv_first) | (position + TILE > kv_stop)
-                    pl.when(tail)(lambda: clear(k_smem.at[slot], kv_first - position, kv_stop - position))
+                    pl.when(tail)(lambda: clear(slot, kv_first - position, kv_stop - position))
                     edge = tail | ((position + TILE > q_position + 1) if s_q > 1 else False)
                     s = lax.cond(edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s)
                     new_peak = jnp.maximum(peak, s.max(axis=1))
@@ -325,7 +339,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             for_segments(share, segment, jnp.int32(0))
 
         def accumulate(column):
-            plgpu.set_max_registers(176, action="increase")
+            plgpu.set_max_registers(168, action="increase")
             share = get_share()
             for_empty_rows(
                 share,
@@ -343,24 +357,23 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             def segment(b, start, stop, first_tile, tiles, n):
                 def one(_, carry):
                     *accs, n = carry
-                    slot = lax.rem(n, 2)
-                    plgpu.barrier_wait(k_ready.at[slot])
+                    slot = lax.rem(n, SLOTS)
                     plgpu.barrier_wait(p_ready)
                     decay = plgpu.load(decay_smem, layout=_ROWS)
                     accs = [acc * across(decay, acc) for acc in accs]
 
                     def product(*acc_refs):
                         for c, acc_ref in enumerate(acc_refs):
-                            value = k_smem.at[slot, :, pl.ds(column + c * n_width, n_width)]
-                            plgpu.wgmma(acc_ref, p_smem, value)
+                            plgpu.wgmma(acc_ref, p_smem, v_smem.at[slot, column // GROUP + c])
 
                     accs = pl.run_state(lambda refs: product(*refs))(tuple(plgpu.ACC.init(acc) for acc in accs))
                     plgpu.barrier_arrive(p_free)
-                    plgpu.barrier_arrive(k_free.at[slot])
+                    for c in range(half // GROUP):
+                        plgpu.barrier_arrive(v_free.at[slot, column // GROUP + c])
                     return *accs, n + 1
 
                 *accs, n = lax.fori_loop(
-                    start, stop, one, (*[full((M, n_width), 0, _ACC)] * (half // n_width), n)
+                    start, stop, one, (*[full((M, GROUP), 0, _ACC)] * (half // GROUP), n)
                 )
                 plgpu.barrier_wait(end_ready)
                 inverse = plgpu.load(inverse_smem, layout=_ROWS)
@@ -372,12 +385,12 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                 def final():
                     for c, acc in enumerate(accs):
                         row = b * queries + q_tile * M
-                        store_rows(out_ref, acc.astype(jnp.bfloat16), row, live_rows, column + c * n_width)
+                        store_rows(out_ref, acc.astype(jnp.bfloat16), row, live_rows, column + c * GROUP)
 
                 @pl.when(jnp.logical_not(whole))
                 def partial_():
                     for c, acc in enumerate(accs):
-                        store_rows(part_ref, acc, slot * queries + q_tile * M, live_rows, column + c * n_width)
+                        store_rows(part_ref, acc, slot * queries + q_tile * M, live_rows, column + c * GROUP)
 
                 return n
 
@@ -402,15 +415,17 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
         thread_name="role",
         scratch_types=[
             plgpu.SMEM((M, width), jnp.bfloat16, transforms=_TILED),
-            plgpu.SMEM((2, TILE, width), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((SLOTS, v_groups, TILE, GROUP), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((SLOTS, TILE, rest), jnp.bfloat16, transforms=_TILED),
             plgpu.SMEM((M, TILE), jnp.bfloat16, transforms=_TILED),
             plgpu.SMEM((2, M), jnp.float32),  # one array: each takes a whole KiB
             plgpu.SMEM((8,), jnp.int32),
             barrier(),
             barrier(),
             barrier(),
-            barrier(num_arrivals=loads, num_barriers=2),
-            barrier(num_arrivals=2, num_barriers=2),
+            barrier(num_arrivals=loads, num_barriers=(SLOTS, v_groups + 1)),
+            barrier(num_barriers=(SLOTS, v_groups)),
+            barrier(num_barriers=SLOTS),
             barrier(),
             barrier(num_arrivals=2),
             barrier(),

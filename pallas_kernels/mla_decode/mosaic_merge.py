@@ -9,8 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-_UNROLL = 2
-_WARPGROUPS = 4
+_FEW_ROWS = 16
+_LINES = 4
 
 
 def merge(
@@ -32,52 +32,58 @@ def merge(
     if groups == 1:
         return out, lse
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
-    # Few rows can be cut into many parts each: there the warpgroups of a block share a line. Otherwise each has its own.
-    shared = out.shape[0] // queries <= 16
-    lines = 1 if shared else _WARPGROUPS
+    # A batch of few rows can be cut into many parts a row: there the warpgroups of a block share a line, many parts in
+    # flight each. In a larger batch most cut rows have two parts, and a warpgroup alone takes some lines at once.
+    shared = out.shape[0] // queries <= _FEW_ROWS
+    threads, lines, unroll = (4, 1, 8) if shared else (1, _LINES, 2)
     splat = lambda value: plgpu.layout_cast(jnp.full((width,), value, jnp.float32), layout)
 
     def kernel(part_ref, part_lse_ref, cut_ref, out_ref, lse_ref, acc_smem, stat_smem, ready):
         group, block, wg = lax.axis_index("group"), lax.axis_index("block"), lax.axis_index("wg")
+        plgpu.griddepcontrol_wait()  # launched while the decode kernel still runs
         row, last = cut_ref[group, 0], cut_ref[group, 1]
-        line = block if shared else block * lines + wg
         count = last - group + 1
-        begin, step = (wg, _WARPGROUPS) if shared else (0, 1)
+        # Lines past the last one repeat it: the same values to the same place.
+        mine = [jnp.minimum(block * lines + i, queries - 1) for i in range(lines)]
 
-        def part_of(i, carry):
-            peak, total, acc = carry
-            loaded = []
-            for u in range(_UNROLL):
-                at = begin + (i * _UNROLL + u) * step
-                safe = jnp.minimum(at, count - 1)
-                slot = jnp.where(safe == 0, groups + group, group + safe)
-                value = plgpu.load(part_ref.at[slot * queries + line], layout=layout)
-                loaded.append((jnp.where(at < count, part_lse_ref[slot * queries + line], -jnp.inf), value))
-            new_peak = peak
-            for weight, _ in loaded:
-                new_peak = jnp.maximum(new_peak, weight)
-            decay = jnp.exp2(peak - new_peak)
-            total, acc = total * decay, acc * decay
-            for weight, value in loaded:
-                weight = jnp.exp2(weight - new_peak)
-                total, acc = total + weight, acc + value * weight
-            return new_peak, total, acc
+        def add_parts(i, carry):
+            at = [wg + (i * unroll + u) * threads for u in range(unroll)]
+            safe = [jnp.minimum(a, count - 1) for a in at]
+            slots = [jnp.where(a == 0, groups + group, group + a) for a in safe]
+            loaded = [
+                [(part_lse_ref[s * queries + line], plgpu.load(part_ref.at[s * queries + line], layout=layout)) for s in slots]
+                for line in mine
+            ]
+            after = []
+            for (peak, total, acc), parts in zip(carry, loaded, strict=True):
+                weights = [jnp.where(a < count, weight, -jnp.inf) for a, (weight, _) in zip(at, parts, strict=True)]
+                new_peak = peak
+                for weight in weights:
+                    new_peak = jnp.maximum(new_peak, weight)
+                decay = jnp.exp2(peak - new_peak)
+                total, acc = total * decay, acc * decay
+                for weight, (_, value) in zip(weights, parts, strict=True):
+                    weight = jnp.exp2(weight - new_peak)
+                    total, acc = total + weight, acc + value * weight
+                after.append((new_peak, total, acc))
+            return tuple(after)
 
-        def write(peak, total, acc):
+        def write(line, peak, total, acc):
             seen = total > 0
             safe = jnp.where(seen, total, 1.0)
             out_ref[row * queries + line] = (acc * (1 / safe)).astype(jnp.bfloat16)
             lse_ref[row * queries + line] = jnp.where(seen, (peak + jnp.log2(safe)) * math.log(2), jnp.inf)
 
-        @pl.when((row >= 0) & (line < queries))
+        @pl.when(row >= 0)
         def run():
-            trips = lax.div(count - begin + (_UNROLL * step - 1), _UNROLL * step)
-            peak, total, acc = lax.fori_loop(
-                0, jnp.maximum(trips, 0), part_of, (jnp.float32(-1e30), jnp.float32(0), splat(0))
-            )
+            trips = lax.div(jnp.maximum(count - wg, 0) + (unroll * threads - 1), unroll * threads)
+            empty = (jnp.float32(-1e30), jnp.float32(0), splat(0))
+            merged = lax.fori_loop(0, trips, add_parts, (empty,) * lines)
             if not shared:
-                write(peak, total, acc)
+                for line, result in zip(mine, merged, strict=True):
+                    write(line, *result)
                 return
+            ((peak, total, acc),) = merged
             acc_smem[wg] = acc
             stat_smem[wg, 0], stat_smem[wg, 1] = peak, total
             plgpu.commit_smem()
@@ -86,16 +92,16 @@ def merge(
             @pl.when(wg == 0)
             def combine():
                 plgpu.barrier_wait(ready)
-                peaks = [stat_smem[w, 0] for w in range(_WARPGROUPS)]
+                peaks = [stat_smem[w, 0] for w in range(threads)]
                 peak = peaks[0]
                 for other in peaks[1:]:
                     peak = jnp.maximum(peak, other)
                 total, acc = jnp.float32(0), splat(0)
-                for w in range(_WARPGROUPS):
+                for w in range(threads):
                     weight = jnp.exp2(peaks[w] - peak)
                     total += stat_smem[w, 1] * weight
                     acc += plgpu.load(acc_smem.at[w], layout=layout) * weight
-                write(peak, total, acc)
+                write(mine[0], peak, total, acc)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
@@ -103,12 +109,12 @@ def merge(
         out_type=[],
         grid=(groups - 1, -(-queries // lines)),
         grid_names=("group", "block"),
-        num_threads=_WARPGROUPS,
+        num_threads=threads,
         thread_name="wg",
         scratch_types=[
-            plgpu.SMEM((_WARPGROUPS, width), jnp.float32),
-            plgpu.SMEM((_WARPGROUPS, 2), jnp.float32),
-            plgpu.Barrier(num_arrivals=_WARPGROUPS),
+            plgpu.SMEM((threads, width), jnp.float32),
+            plgpu.SMEM((threads, 2), jnp.float32),
+            plgpu.Barrier(num_arrivals=threads),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(part, part_lse, cuts, out_box, lse_box)
