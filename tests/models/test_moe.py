@@ -102,5 +102,5 @@ def test_all_tokens_on_one_expert(name):
 
 
 def test_an_unknown_implementation_is_named():
-    with pytest.raises(ValueError, match="'fast' is not an implementation.*ragged_dot"):
+    with pytest.raises(ValueError, match=r"'fast' is not an implementation.*ragged_dot"):
         moe.apply({}, config(), jnp.zeros((1, 1, HIDDEN)), jnp.ones((1, 1), bool), "fast")

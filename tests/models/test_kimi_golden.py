@@ -1,0 +1,100 @@
+"""Kimi-Linear against transformers on the tiny checkpoint: golden logits and greedy tokens (tools/make_golden_kimi.py).
+
+`CACHES` names factories make(spec, rows, max_len) of a cache with begin(tokens, new_len) and end(); every cache that
+a model can run on belongs here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.models.dense_cache import make_dense_cache
+from ukv_jax.models.decoder import cache_spec, forward
+from ukv_jax.models.weights import load_model
+
+ROOT = Path(__file__).parents[2]
+CHUNK, STEPS = 64, 256
+CACHES = {"dense": make_dense_cache}
+
+
+@pytest.fixture(scope="module")
+def golden():
+    with np.load(Path(__file__).parent / "golden" / "kimi_linear_tiny.npz") as file:
+        count = sum(name.startswith("ids_") for name in file.files)
+        return [
+            {name: file[f"{name}_{i}"] for name in ("ids", "positions", "logits", "greedy")}
+            for i in range(count)
+        ]
+
+
+@pytest.fixture(scope="module", params=sorted(CACHES))
+def run(request, golden):
+    """float32 logits of every prompt (all rows at once, in padded chunks), then greedy tokens."""
+    return generate(CACHES[request.param], [g["ids"] for g in golden], "float32", STEPS)
+
+
+def generate(make_cache, prompts, dtype, steps):
+    params, config = load_model(ROOT / "checkpoints" / "kimi-linear-tiny", dtype=dtype)
+    longest = max(map(len, prompts))
+    cache = make_cache(cache_spec(config, dtype), len(prompts), longest + steps)
+
+    @jax.jit
+    def step(params, tokens, cache, new_len):
+        logits, cache = forward(params, config, tokens, cache.begin(tokens.shape[1], new_len))
+        return logits, cache.end()
+
+    @jax.jit
+    def greedy(params, first, cache):
+        def body(carry, _):
+            token, cache = carry
+            cache = cache.begin(1, jnp.ones(len(prompts), jnp.int32))
+            logits, cache = forward(params, config, token[:, None], cache, last_only=True)
+            return (jnp.argmax(logits, -1).astype(jnp.int32), cache.end()), token
+
+        return lax.scan(body, (first, cache), None, length=steps)[1].T
+
+    logits = [[] for _ in prompts]
+    for at in range(0, longest, CHUNK):
+        parts = [p[at : at + CHUNK] for p in prompts]
+        tokens = np.stack([np.pad(p, (0, CHUNK - len(p)), constant_values=-7) for p in parts])
+        out, cache = step(params, jnp.asarray(tokens), cache, jnp.asarray([len(p) for p in parts]))
+        for row, part in enumerate(parts):
+            logits[row].append(np.asarray(out[row, : len(part)]))
+    logits = [np.concatenate(parts) for parts in logits]
+    if not steps:
+        return logits, None
+    first = jnp.asarray([row[-1].argmax() for row in logits], jnp.int32)
+    return logits, np.asarray(greedy(params, first, cache))
+
+
+def relative(found, expected):
+    return np.abs(found - expected).max() / np.abs(expected).max()
+
+
+def test_prompts_span_pages(golden):
+    lengths = [len(g["ids"]) for g in golden]
+    assert min(lengths) == 1
+    assert 64 in lengths
+    assert max(lengths) > 128
+
+
+def test_float32_logits(run, golden):
+    for found, g in zip(run[0], golden, strict=True):
+        assert relative(found[g["positions"]], g["logits"]) <= 1e-4
+
+
+def test_greedy_tokens(run, golden):
+    for found, g in zip(run[1], golden, strict=True):
+        np.testing.assert_array_equal(found, g["greedy"])
+
+
+def test_bfloat16_stays_near(golden):
+    found, _ = generate(make_dense_cache, [g["ids"] for g in golden], "bfloat16", 0)
+    for logits, g in zip(found, golden, strict=True):
+        assert relative(logits[g["positions"]], g["logits"]) <= 0.1
