@@ -236,8 +236,9 @@ class PoolLayout:
     """What `UnifiedLayout` and `StaticLayout` share. Build one with their `from_bytes` or `from_tokens`.
 
     subpools are in chain order, low bytes to high. page_size: tokens a KV page. max_requests: rows of the request
-    maps. max_pages: columns of a request row, so max_pages * page_size tokens at most. move_bytes: bound of one
-    bounded compaction call, in bytes. dcp: decode-context-parallel ranks that share the virtual ids.
+    maps. max_pages: columns of a request row, so max_pages * page_size * dcp tokens at most. move_bytes: bound of one
+    bounded compaction call, in bytes. dcp: decode-context-parallel ranks; a virtual page then stands for page_size * dcp
+    tokens, of which this rank's full sub-pool stores page_size and its (replicated) window sub-pools all.
     """
 
     subpools: tuple[SubPool, ...]
@@ -258,10 +259,10 @@ class PoolLayout:
                         f"sub-pool {s.name!r}: {s.num_pages} pages * {s.page_bytes // r.block_bytes} blocks * {rows} rows "
                         f"= {ids} kernel-facing ids, int32 allows {INT32_LIMIT - 1}"
                     )
-            if s.num_virtual * s.page_size * self.dcp >= INT32_LIMIT:
+            if not s.is_state and s.num_virtual * self.page_size * self.dcp >= INT32_LIMIT:
                 raise ValueError(
-                    f"sub-pool {s.name!r}: {s.num_virtual} virtual pages * {s.page_size} tokens * dcp {self.dcp} = "
-                    f"{s.num_virtual * s.page_size * self.dcp}, int32 allows {INT32_LIMIT - 1}"
+                    f"sub-pool {s.name!r}: {s.num_virtual} virtual pages * {self.page_size} tokens * dcp {self.dcp} = "
+                    f"{s.num_virtual * self.page_size * self.dcp}, int32 allows {INT32_LIMIT - 1}"
                 )
         if (self.total_bytes + 2 * self.largest_page) // self.granule >= INT32_LIMIT:
             raise ValueError(
@@ -303,7 +304,7 @@ class PoolLayout:
     @property
     def max_tokens(self) -> int:
         """Longest request, in tokens."""
-        return self.max_pages * self.page_size
+        return self.max_pages * self.page_size * self.dcp
 
     def index(self, name: str) -> int:
         for i, s in enumerate(self.subpools):
@@ -315,7 +316,7 @@ class PoolLayout:
         return self.subpools[self.index(name)]
 
     def pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
+        return -(-tokens // (self.page_size * self.dcp))
 
 
 def _chain(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
@@ -336,7 +337,14 @@ def _chain(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
 
 def _limits(page_size: int, max_requests: int, max_tokens: int, dcp: int) -> int:
     _positive(page_size=page_size, max_requests=max_requests, max_tokens=max_tokens, dcp=dcp)
-    return -(-max_tokens // page_size)
+    return -(-max_tokens // (page_size * dcp))
+
+
+def _page_size(spec: Spec, page_size: int, dcp: int) -> int:
+    """Rows of one page. A window sub-pool is replicated under DCP: it stores all tokens that a virtual page stands for."""
+    if isinstance(spec, StateSpec):
+        return 1
+    return page_size * dcp if isinstance(spec, KVSpec) and spec.window is not None else page_size
 
 
 @dataclass(frozen=True)
@@ -369,7 +377,7 @@ class UnifiedLayout(PoolLayout):
         """
         specs = _chain(tuple(specs))
         max_pages = _limits(page_size, max_requests, max_tokens, dcp)
-        sized = [(spec, *_regions(spec, 1 if isinstance(spec, StateSpec) else page_size)) for spec in specs]
+        sized = [(spec, *_regions(spec, _page_size(spec, page_size, dcp))) for spec in specs]
         largest = max(page_bytes for _, _, page_bytes in sized)
         unit = math.lcm(*(r.block_bytes for _, regions, _ in sized for r in regions))
         total = total_bytes // unit * unit
@@ -390,7 +398,9 @@ class UnifiedLayout(PoolLayout):
             else:
                 virtual = num_virtual or full_pages
             subpools.append(
-                SubPool(spec, regions, page_bytes, 1 if state else page_size, first, pages, virtual, base=None)
+                SubPool(
+                    spec, regions, page_bytes, _page_size(spec, page_size, dcp), first, pages, virtual, base=None
+                )
             )
         if num_virtual is not None and num_virtual - 1 < max_pages:
             raise ValueError(f"{num_virtual} virtual ids cannot name the {max_pages} pages of one request")
@@ -416,12 +426,13 @@ class UnifiedLayout(PoolLayout):
         _positive(tokens=tokens, requests=requests)
         page_size = kwargs["page_size"]
         chain = _chain(tuple(specs))
-        sized = [(spec, *_regions(spec, 1 if isinstance(spec, StateSpec) else page_size)) for spec in chain]
+        dcp = kwargs.get("dcp", 1)
+        sized = [(spec, *_regions(spec, _page_size(spec, page_size, dcp))) for spec in chain]
         largest = max(page_bytes for _, _, page_bytes in sized)
         unit = math.lcm(*(r.block_bytes for _, regions, _ in sized for r in regions))
         edge = largest
         for spec, _, page_bytes in sized:
-            pages = requests if isinstance(spec, StateSpec) else -(-tokens // page_size)
+            pages = requests if isinstance(spec, StateSpec) else -(-tokens // (page_size * dcp))
             edge = _align(edge, page_bytes) + pages * page_bytes
         kwargs.setdefault("max_requests", requests)
         return cls.from_bytes(specs, total_bytes=_align(edge, unit), **kwargs)
@@ -455,7 +466,7 @@ class StaticLayout(PoolLayout):
         subpools, end = [], 0
         for spec in specs:
             state = isinstance(spec, StateSpec)
-            size = 1 if state else page_size
+            size = _page_size(spec, page_size, dcp)
             regions, page_bytes = _regions(spec, size)
             need = 1 if state else max_pages
             if pages[spec.name] < need:
@@ -482,18 +493,20 @@ class StaticLayout(PoolLayout):
         """
         page_size = kwargs["page_size"]
         chain = _chain(tuple(specs))
-        share = {}
+        dcp = kwargs.get("dcp", 1)
+        share, blocks = {}, []
         for spec in chain:
-            _, page_bytes = _regions(spec, 1 if isinstance(spec, StateSpec) else page_size)
+            regions, page_bytes = _regions(spec, _page_size(spec, page_size, dcp))
+            blocks += [r.block_bytes for r in regions]
             if isinstance(spec, StateSpec):
                 need = 1.0
             else:
                 tokens = mean_tokens
                 if isinstance(spec, KVSpec) and spec.window is not None:
                     tokens = min(mean_tokens, spec.window) if mean_window_tokens is None else mean_window_tokens
-                need = tokens / page_size
+                need = tokens / (page_size * dcp)
             share[spec.name] = (need, page_bytes)
-        unit = math.lcm(*(r.block_bytes for s in chain for r in _regions(s, 1 if isinstance(s, StateSpec) else page_size)[0]))
+        unit = math.lcm(*blocks)
         per_request = sum(need * page_bytes for need, page_bytes in share.values())
         spare = total_bytes - unit * (len(chain) + 1) - sum(page_bytes for _, page_bytes in share.values())
         requests = spare / per_request

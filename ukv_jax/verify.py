@@ -4,6 +4,7 @@
 broken rule; it is for tests, for debugging and for a service's health check, never for the step path.
 """
 
+import jax
 import numpy as np
 
 from ukv_jax import views
@@ -164,11 +165,14 @@ def _pages(layout: PoolLayout, spec: SubPool, pool: dict[str, np.ndarray]) -> li
     return wrong
 
 
+_read_rows = jax.jit(views.read_rows, static_argnums=1)
+
+
 def _padding_bytes(state: PoolState, index: int) -> list[str]:
     spec, wrong = state.layout.subpools[index], []
     for region in spec.regions:
         blocks = np.array([spec.block_offset(j, region.name) for j in range(region.count)], np.int32)
-        stored = np.asarray(views.read_rows(state.buffer, region.block_bytes, blocks))
+        stored = np.asarray(_read_rows(state.buffer, region.block_bytes, blocks))
         dirty = np.flatnonzero(stored.any(axis=1))
         if dirty.size:
             wrong.append(

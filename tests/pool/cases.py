@@ -23,7 +23,7 @@ RELEASE_PAGES = 3
 WINDOW_PAGES = 3
 
 MLA = MLASpec(num_layers=2, kv_lora_rank=8, qk_rope_head_dim=4)  # 192 bytes a page
-# Blocks of 12 and 64 bytes: the second part's offset and the envelope need padding. 192 bytes a slot.
+# Blocks of 12 and 64 bytes: the second part begins at 128 instead of 72, and the envelope is 384 instead of 256.
 STATE = StateSpec((StatePart("conv", 2, 3, (6,), "bfloat16"), StatePart("recurrent", 2, 1, (4, 4), "float32")))
 FULL = KVSpec(num_layers=1, num_kv_heads=1, head_dim=10)  # 160
 FULL_WIDE = KVSpec(num_layers=1, num_kv_heads=2, head_dim=4, v_head_dim=6, dtype="float32")  # 320
@@ -34,8 +34,10 @@ COMMON = dict(page_size=PAGE_SIZE, max_requests=MAX_REQUESTS, max_tokens=MAX_TOK
 
 LAYOUTS: dict[str, PoolLayout] = {
     "mla": UnifiedLayout.from_bytes((MLA,), total_bytes=192 * 18, **COMMON),
-    "mla_few_ids": UnifiedLayout.from_bytes((MLA, STATE), total_bytes=192 * 24, num_virtual=11, **COMMON),
-    "mla_state_dcp": UnifiedLayout.from_bytes((MLA, STATE), total_bytes=192 * 16, dcp=2, **COMMON | {"max_tokens": 48}),
+    # 10 ids: they run out before the pages do.
+    "mla_state_dcp": UnifiedLayout.from_bytes(
+        (MLA, STATE), total_bytes=192 * 18, num_virtual=11, dcp=2, **COMMON | {"max_tokens": 48}
+    ),
     "swa_full": UnifiedLayout.from_bytes((FULL_WIDE, SWA), total_bytes=6400, **COMMON),
     "state_swa_full": UnifiedLayout.from_bytes((STATE, SWA, FULL), total_bytes=5760, **COMMON),
     "two_floats": UnifiedLayout.from_bytes((STATE, LONG_SWA, SWA, FULL), total_bytes=7680, **COMMON),
