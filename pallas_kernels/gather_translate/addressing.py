@@ -84,11 +84,13 @@ def stream_span(
 ) -> tuple[jax.Array, jax.Array]:
     """First position and token count of a stream row whose readable tokens end at `end`.
 
-    The row is cut at the next row's start and at the capacity; one that starts outside the stream is empty.
+    The row is cut at the next row's start and at the capacity; one that starts outside the stream is empty. An empty
+    row starts at 0, so that its first position is one that the request table has.
     """
     start = jnp.maximum(kv_start, 0)
     room = jnp.where(indptr < 0, 0, jnp.minimum(indptr_next, capacity) - indptr)
-    return start, jnp.maximum(jnp.minimum(end - start, room), 0)
+    length = jnp.maximum(jnp.minimum(end - start, room), 0)
+    return jnp.where(length > 0, start, 0), length
 
 
 def stream_id(entry: Int, position: Int, page_size: int) -> jax.Array:

@@ -1,8 +1,9 @@
 """Translation in Pallas Mosaic GPU: one launch for each call, in place where the caller passes a buffer.
 
-A row of the grid takes a row of the batch, and its blocks walk the row in trips of a few items a thread. What bounds the
-time: of small batches, the chain length -> page -> v2p -> store of dependent memory accesses; of streams of big pages,
-the bytes written, hence stores of 16 bytes; of streams at page size 1, the rate at which L2 serves random words of v2p.
+A row of the grid takes a row of the batch, and its blocks walk the row in trips of a few items a thread. What
+bounds the time: of small batches, the chain length -> page -> v2p -> store of dependent memory accesses; of
+streams of big pages, the bytes written, hence stores of 16 bytes; of streams at page size 1, the rate at
+which L2 serves random words of v2p.
 """
 
 from collections.abc import Callable
@@ -51,16 +52,19 @@ def fill_tables(
         request = refs["request_table"].at[addressing.in_range(row, max_requests)]
         pl.when(program == 0)(lambda: gmem.store_scalar(refs["tokens"], b, tokens))
 
-        def trip(first):
+        def words_of(first):
+            column = jnp.clip(first + gmem.iota(block), 0, jnp.maximum(live_columns - 1, 0))
+            return gmem.load(request, column * stride)
+
+        def write(first, words):
             column = first + gmem.iota(block)
             live = column < live_columns
-            word = gmem.load(request, jnp.minimum(column, jnp.maximum(live_columns - 1, 0)) * stride)
-            page = addressing.page_of_word(word, page_size, granularity)
+            page = addressing.page_of_word(words, page_size, granularity)
             for v2p, blocks, out in zip(refs["v2ps"], blocks_per_page, refs["tables"], strict=True):
                 entry = jnp.where(live, addressing.entry(_physical(v2p, page), blocks), 0)
                 gmem.store(out.at[b], column, entry, gmem.mask(column < columns if zero_tail else live))
 
-        _walk(columns if zero_tail else live_columns, block, program, programs, trip)
+        _walk(columns if zero_tail else live_columns, columns, block, programs, words_of, write)
 
     fresh = tuple(_int32(rows, width) for _ in v2ps)
     made = gmem.launch(
@@ -96,8 +100,10 @@ def fill_stream(
     limit = addressing.row_tokens(words, page_size, granularity)
     stride = addressing.column_stride(page_size, granularity)
     by_quads = page_size % 4 == 0
-    longest = min(limit, capacity)
-    block, programs = _split(rows, (longest + 6) // 4 if by_quads else longest)
+    most = min(limit, capacity)
+    if by_quads:
+        most = (most + 6) // 4  # of groups of four, wherever the row starts
+    block, programs = _split(rows, most)
 
     def read_stream(refs: dict[str, Any]) -> None:
         b, program = lax.axis_index("row"), lax.axis_index("program")
@@ -109,24 +115,34 @@ def fill_stream(
         request = refs["request_table"].at[addressing.in_range(row, max_requests)]
         pl.when(program == 0)(lambda: gmem.store_scalar(refs["length"], b, length))
 
-        def entry(column):
-            page = addressing.page_of_word(gmem.load(request, column * stride), page_size, granularity)
+        def entry(words):
+            page = addressing.page_of_word(words, page_size, granularity)
             return addressing.entry(_physical(refs["v2p"], page), blocks_per_page)
 
-        def single(first):
+        def position_of(first):
+            return start + jnp.clip(first + gmem.iota(block), 0, jnp.maximum(length - 1, 0))
+
+        def words_of_ids(first):
+            return gmem.load(request, addressing.divide(position_of(first), page_size) * stride)
+
+        def write_ids(first, words):
             nth = first + gmem.iota(block)
-            position = start + jnp.minimum(nth, length - 1)
-            value = addressing.stream_id(entry(addressing.divide(position, page_size)), position, page_size)
+            value = addressing.stream_id(entry(words), position_of(first), page_size)
             gmem.store(refs["ids"], at + nth, value, gmem.mask(nth < length))
 
-        def quad(first):
-            group = first + gmem.iota(block)
-            entries = tuple(map(entry, addressing.quad_columns(group, start, length, at, page_size)))
-            ids, live = addressing.quad_ids(group, entries, start, length, at, page_size)
-            gmem.store_quads(refs["ids"], at - (at & 3) + 4 * group, ids, [gmem.mask(m) for m in live])
+        def words_of_quads(first):
+            columns = addressing.quad_columns(first + gmem.iota(block), start, length, at, page_size)
+            return tuple(gmem.load(request, column * stride) for column in columns)
 
-        count = addressing.quad_count(length, at) if by_quads else length
-        _walk(count, block, program, programs, quad if by_quads else single)
+        def write_quads(first, words):
+            quad = first + gmem.iota(block)
+            ids, live = addressing.quad_ids(quad, tuple(map(entry, words)), start, length, at, page_size)
+            gmem.store_quads(refs["ids"], at - (at & 3) + 4 * quad, ids, [gmem.mask(m) for m in live])
+
+        if by_quads:
+            _walk(addressing.quad_count(length, at), most, block, programs, words_of_quads, write_quads)
+        else:
+            _walk(length, most, block, programs, words_of_ids, write_ids)
 
     made = gmem.launch(
         read_stream,
@@ -199,16 +215,27 @@ def _split(rows: int, items: int) -> tuple[int, int]:
     return block, max(1, min(-(-items // block), BLOCKS // rows))
 
 
-def _walk(count, block: int, program, programs: int, trip: Callable[[jax.Array], None]) -> None:
-    """Calls trip with the first item of every block's share of `count` items; the shares interleave."""
-    own, step = program * block, programs * block
+def _walk(
+    count: jax.Array | int, most: int, block: int, programs: int, fetch: Callable, finish: Callable
+) -> None:
+    """Calls finish(first, fetch(first)) for every trip of this block through `count` items, at most `most`.
+
+    The blocks' trips interleave. A trip's words are fetched before the trip ahead of it is finished, so that
+    their way from memory overlaps with its work; fetch takes any `first` >= 0.
+    """
+    own, step = lax.axis_index("program") * block, programs * block
+    if step >= most:
+        pl.when(own < count)(lambda: finish(own, fetch(own)))
+        return
     trips = jnp.where(count > own, addressing.divide(jnp.maximum(count - own - 1, 0), step) + 1, 0)
 
-    def body(i, carry):
-        trip(i * step + own)
-        return carry
+    def trip(i, words):
+        first = i * step + own
+        ahead = fetch(first + step)
+        finish(first, words)
+        return ahead
 
-    lax.fori_loop(0, trips, body, ())
+    lax.fori_loop(0, trips, trip, fetch(own))
 
 
 def _physical(v2p, page: jax.Array) -> jax.Array:
