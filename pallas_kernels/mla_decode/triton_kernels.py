@@ -187,7 +187,7 @@ def attend(q, pool, ids, indptr, row_ids, v2p, kv_start, kv_end, q_start, block_
 def merge(indptr, kv_start, kv_end, q_start, part, part_lse, out, lse,
           ROWS: tl.constexpr, ROWS_P2: tl.constexpr, COLUMNS: tl.constexpr, COLS: tl.constexpr, GROUPS: tl.constexpr,
           SLICES: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr, V_P2: tl.constexpr, V_TILE: tl.constexpr,
-          SOURCE: tl.constexpr, COVER: tl.constexpr, Q_STOP: tl.constexpr):  # fmt: skip
+          CHUNK: tl.constexpr, SOURCE: tl.constexpr, COVER: tl.constexpr, Q_STOP: tl.constexpr):  # fmt: skip
     """Program (row, group, tile of V): replaces `out` and `lse` of a row that was cut by the sum of its partials."""
     b = tl.program_id(0)
     group = tl.program_id(1)
@@ -208,18 +208,22 @@ def merge(indptr, kv_start, kv_end, q_start, part, part_lse, out, lse,
         peak = tl.full((COLS,), float("-inf"), tl.float32)
         total = tl.zeros((COLS,), tl.float32)
         acc = tl.zeros((COLS, V_TILE), tl.float32)
-        for g in range(g_first, g_last + 1):
+        for g_chunk in range(g_first, g_last + 1, CHUNK):
+            g = g_chunk + tl.arange(0, CHUNK)
+            there = g <= g_last
             # The first row of slice g is this one where the slice starts at or after it.
             slot = (2 * g + (g * share < base).to(tl.int32)) * GROUPS + group
-            at_part = slot * COLS + local
-            log = tl.load(part_lse + at_part)
-            next_peak = tl.maximum(peak, log)
+            at_part = slot[:, None] * COLS + local[None, :]
+            log = tl.load(part_lse + at_part, mask=there[:, None], other=float("-inf"))
+            next_peak = tl.maximum(peak, tl.max(log, 0))
             shift = tl.where(next_peak == float("-inf"), 0.0, next_peak)
-            weight = tl.exp2(log - shift)
+            weight = tl.exp2(log - shift[None, :])
             decay = tl.exp2(peak - shift)
-            values = tl.load(part + at_part[:, None] * V_P2 + at_v[None, :])
-            acc = acc * decay[:, None] + values * weight[:, None]
-            total = total * decay + weight
+            values = tl.load(
+                part + at_part[:, :, None] * V_P2 + at_v[None, None, :], mask=there[:, None, None], other=0.0
+            )
+            acc = acc * decay[:, None] + tl.sum(values * weight[:, :, None], 0)
+            total = total * decay + tl.sum(weight, 0)
             peak = next_peak
         empty = total == 0
         acc = acc * tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, total))[:, None]

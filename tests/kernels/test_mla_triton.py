@@ -1,0 +1,104 @@
+"""The jax-triton kernel compiled for GPUs that need not be here. How it computes is in test_mla_decode.py, on a GPU."""
+
+from functools import partial
+from importlib.util import find_spec
+
+import pytest
+
+from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.mla_decode.triton import tile_sizes
+from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
+
+pytestmark = [
+    pytest.mark.deviceless,
+    requires_plugin,
+    pytest.mark.skipif(
+        find_spec("jax_triton") is None or find_spec("triton") is None, reason="jax-triton is absent"
+    ),
+]
+
+# Bytes of shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities 8.0 to 10.0).
+SHARED_MEMORY = {"h200": 227 << 10, "a100": 163 << 10, "rtx4090": 99 << 10, "b200": 227 << 10}
+ROWS = 64
+int32 = partial(shape, dtype="int32")
+bounds = int32((ROWS,)), int32((ROWS,))
+SOURCES = {
+    "table": PageTable(int32((ROWS, 128)), *bounds, page_size=64),
+    "stream": TokenStream(int32((1 << 20,)), int32((ROWS + 1,)), *bounds, page_size=1),
+    "virtual": VirtualPages(
+        int32((256, 128)), bounds[0], int32((10_001,)), *bounds, page_size=16, blocks_per_page=27
+    ),
+}
+
+
+def attention(q, pool, source, block_offset, **options):
+    widths = {"kv_dtype": "bfloat16", "row_width": 576, "v_width": 512, "sm_scale": 0.1}
+    return mla_decode(q, pool, source, block_offset, implementation="triton", **widths, **options)
+
+
+def arguments(heads, source="table", s_q=1, pool_bytes=1000 * 128 * 1152):
+    return (
+        shape((ROWS, s_q, heads, 576), "bfloat16"),
+        shape((pool_bytes,), "uint8"),
+        SOURCES[source],
+        int32(()),
+    )
+
+
+@pytest.fixture
+def artifacts(tmp_path, monkeypatch):
+    """Folder where jax-triton leaves what it compiles."""
+    from jax_triton import triton_lib
+
+    monkeypatch.setattr(triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
+    if hasattr(triton_lib, "_COMPILED_KERNEL_CACHE"):  # 0.3.1
+        monkeypatch.setattr(triton_lib, "_COMPILED_KERNEL_CACHE", {})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "target, heads", [("h200", 16), ("h200", 128), *((target, 32) for target in TARGETS)]
+)
+def test_fits_shared_memory(target, heads, artifacts):
+    program = compile_for(attention, *arguments(heads), target=target)
+    assert [thunk.kind for thunk in program.launches] == ["kCustomCall"] * 2
+    (info,) = artifacts.glob("*/attend.compile_info")
+    used = int(info.read_text().rsplit(":", 1)[1])
+    capability = {"h200": (9, 0), "a100": (8, 0), "rtx4090": (8, 9), "b200": (10, 0)}[target]
+    assert tile_sizes(capability, heads)["PER_CORE"] * used <= SHARED_MEMORY[target]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_copy_and_captured(source):
+    """Every source; speculative queries, cap and q_start. A pool twice as large takes no more temporaries."""
+    temps = []
+    for pool_bytes in (5 << 30, 10 << 30):
+        pool_bytes -= pool_bytes % (128 * 1152)
+        args = arguments(8, source, s_q=3, pool_bytes=pool_bytes)
+        call = partial(attention, logit_cap=30.0)
+        program = compile_for(
+            lambda *args, call=call: call(*args[:-1], q_start=args[-1]),
+            *args,
+            bounds[0],
+            options=CAPTURE_LOOPS,
+        )
+        assert all(thunk.captured for thunk in program.launches)
+        temps.append(program.temp_bytes)
+    assert temps[0] == temps[1]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"q": shape((ROWS, 1, 8, 576), "float32")}, "bfloat16 q and KV, got float32"),
+        ({"q": shape((5000, 1, 8, 576), "bfloat16")}, "4096 rows, got 5000"),
+    ],
+)
+def test_declines_with_the_reason(changes, words):
+    q, pool, source, offset = arguments(8)
+    q = changes["q"]
+    rows = q.shape[0]
+    source = PageTable(int32((rows, 128)), int32((rows,)), int32((rows,)), page_size=64)
+    with pytest.raises(NotImplementedError, match=words):
+        compile_for(attention, q, pool, source, offset)
