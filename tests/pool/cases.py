@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ukv_jax import chain, compaction, pool, requests
+from ukv_jax import chain, compaction, pool, requests, verify
 from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, StatePart, StateSpec, StaticLayout, SubPool, UnifiedLayout
-from ukv_jax.pool import PoolState
+from ukv_jax.pool import ACTIVE, PoolState
 
 PAGE_SIZE = 4
 MAX_REQUESTS = 6
@@ -43,6 +43,76 @@ LAYOUTS: dict[str, PoolLayout] = {
     "two_floats": UnifiedLayout.from_bytes((STATE, LONG_SWA, SWA, FULL), total_bytes=7680, **COMMON),
     "static": StaticLayout.from_pages((STATE, SWA, FULL), pages={"state": 4, "swa": 8, "full": 14}, **COMMON),
 }
+
+
+def craft(
+    layout: PoolLayout,
+    rows: list[list[int]],
+    maps: dict[str, dict[int, int]],
+    bands: dict[str, tuple[int, int]],
+    *,
+    lengths: list[int] | None = None,
+) -> PoolState:
+    """A sound state with these virtual pages in each row, placed as `maps[sub-pool][virtual] = physical` says.
+
+    A page that is in no window map is a tombstone there; those of one row must come first. State slots: slots 1, 2, ...
+    of rows 0, 1, ... where the state sub-pool has a map.
+    """
+    state = pool.init(layout)
+    pools, r = list(state.subpools), state.requests
+    for i, spec in enumerate(layout.subpools):
+        live = maps.get(spec.name, {})
+        low, high = bands.get(spec.name, chain.initial_band(layout, i))
+        v2p, p2v, refs = np.array(pools[i].v2p), np.array(pools[i].p2v), np.array(pools[i].refs)
+        for v, physical in live.items():
+            v2p[v], p2v[physical] = physical, v
+            refs[v] = 1 if spec.is_state else sum(row.count(v) for row in rows)
+        holes = [page for page in range(low, high) if p2v[page] < 0]
+        free = [v for v in range(spec.num_virtual - 1, 0, -1) if v not in live]
+        pools[i] = replace(
+            pools[i],
+            v2p=ints(v2p),
+            p2v=ints(p2v),
+            refs=ints(refs),
+            holes=ints(holes + [0] * (spec.num_pages - len(holes))),
+            hole_count=ints(len(holes)),
+            low=ints(low),
+            high=ints(high),
+        )
+        if spec.owns_ids:
+            free_ids = ints(free + [0] * (spec.num_virtual - len(free)))
+            pools[i] = replace(pools[i], free_ids=free_ids, free_count=ints(len(free)))
+    pages, count, length = np.array(r.pages), np.array(r.page_count), np.array(r.seq_len)
+    status, slots, first = np.array(r.status), np.array(r.slots), np.array(r.window_first)
+    for b, row in enumerate(rows):
+        pages[b, : len(row)], count[b], status[b] = row, len(row), ACTIVE
+        length[b] = len(row) * layout.page_size * layout.dcp if lengths is None else lengths[b]
+        for w, spec in enumerate(layout.windows):
+            first[w, b] = sum(v not in maps.get(spec.name, {}) for v in row)
+        slots[b] = b + 1 if layout.state is not None and b + 1 in maps.get(layout.state.name, {}) else 0
+    requests_ = replace(
+        r,
+        pages=ints(pages),
+        page_count=ints(count),
+        seq_len=ints(length),
+        status=ints(status),
+        slots=ints(slots),
+        window_first=ints(first),
+    )
+    state = replace(state, subpools=tuple(pools), requests=requests_)
+    verify.check(state)
+    return state
+
+
+def placed(state: PoolState, name: str) -> dict[int, int]:
+    """virtual -> physical of the live pages of one sub-pool."""
+    v2p = np.asarray(state.subpool(name).v2p)[:-1]
+    return {int(v): int(v2p[v]) for v in np.flatnonzero(v2p > 0)}
+
+
+def holes(state: PoolState, name: str) -> list[int]:
+    p = state.subpool(name)
+    return sorted(np.asarray(p.holes)[: int(p.hole_count)].tolist())
 
 
 class Operations:

@@ -292,7 +292,7 @@ def test_static_split_in_proportion():
     # A mean request takes one slot, 7 of 4 tokens in the window and 16 of 4 in full attention.
     held = [(s.num_pages - 1) / {"state": 1, "swa": 7 / 4, "full": 16 / 4}[s.name] for s in layout.subpools]
     assert max(held) - min(held) < 1, "one sub-pool runs out long before another"
-    assert min(held) > 15_000 / (384 + 128 * 7 / 4 + 160 * 16 / 4), "bytes were left over"
+    assert min(held) > 14_000 / (384 + 128 * 7 / 4 + 160 * 16 / 4), "bytes were left over"
     with pytest.raises(ValueError, match="one mean request takes"):
         StaticLayout.from_bytes(specs, total_bytes=700, mean_tokens=16, page_size=4, max_requests=32, max_tokens=24)
 
