@@ -3,8 +3,8 @@
 #
 #   tools/bootstrap.sh DIR pinned    versions of constraints.txt
 #   tools/bootstrap.sh DIR newest    newest jax and newest everything else
-#   tools/bootstrap.sh DIR plugins   only the CUDA plugin wheels (no CUDA libraries), unpacked into DIR for PYTHONPATH:
-#                                    enough to compile for a GPU on a machine without one. Needs .venv.
+#   tools/bootstrap.sh DIR plugins   the CUDA plugin wheels (no CUDA libraries) and jax-triton, unpacked into DIR for
+#                                    PYTHONPATH: enough to compile for a GPU on a machine without one. Needs .venv.
 #
 # A stamp in DIR remembers what was asked for: a second call returns at once until pyproject.toml, constraints.txt or
 # this file change.
@@ -45,7 +45,8 @@ if [ "$kind" = plugins ]; then
     python=.venv/bin/python
     echo "fetching the CUDA plugin wheels into $dir (once)" >&2
     rm -rf "$dir"
-    pip install --no-deps --constraint constraints.txt --target "$dir" jax-cuda13-plugin jax-cuda13-pjrt
+    pip install --no-deps --constraint constraints.txt --target "$dir" \
+        jax-cuda13-plugin jax-cuda13-pjrt jax-triton triton absl-py
     echo "$want" >"$stamp"
     exit 0
 fi

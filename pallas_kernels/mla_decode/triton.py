@@ -1,6 +1,7 @@
 """Paged MLA attention by jax-triton: for GPUs and shapes that the Mosaic kernel declines."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,21 +54,25 @@ def mla_decode_triton(
     ps = source.page_size
     pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, row_width)
     none = source.kv_end  # stands in for arrays that this kind of source does not have
+    of_virtual: dict[str, Any] = {"REQUESTS": 1, "NUM_VIRTUAL": 0, "BLOCKS_PER_PAGE": 1}
     match source:
         case PageTable(table=ids):
-            arrays = ids, none, none, none
-            shape = {"SOURCE": 0, "WIDTH": ids.shape[1], "COVER": ids.shape[1] * ps}
+            kind, indptr, row_ids, v2p = 0, none, none, none
+            width, cover = ids.shape[1], ids.shape[1] * ps
         case TokenStream(ids=ids, indptr=indptr):
-            arrays = ids, indptr, none, none
-            shape = {"SOURCE": 1, "WIDTH": 1, "COVER": ids.shape[0]}
+            kind, row_ids, v2p = 1, none, none
+            width, cover = 1, ids.shape[0]
         case VirtualPages(req_to_page=ids, row_ids=row_ids, v2p=v2p):
-            arrays = ids, none, row_ids, v2p
-            shape = {"SOURCE": 2, "WIDTH": ids.shape[1], "COVER": ids.shape[1] * ps}
-    virtual = isinstance(source, VirtualPages)
-    shape["COVER"] = min(shape["COVER"], 2**31 - 1)
+            kind, indptr = 2, none
+            width, cover = ids.shape[1], ids.shape[1] * ps
+            of_virtual = {
+                "REQUESTS": ids.shape[0],
+                "NUM_VIRTUAL": v2p.shape[0] - 1,
+                "BLOCKS_PER_PAGE": source.blocks_per_page,
+            }
     # Without q_start the queries end at kv_end.
     first_query, q_stop = (source.kv_end, 0) if q_start is None else (q_start, s_q)
-    deal = {
+    deal: dict[str, Any] = {
         "ROWS": rows,
         "ROWS_P2": _power_of_two(rows),
         "COLS": tile["COLS"],
@@ -76,15 +81,15 @@ def mla_decode_triton(
         "BLOCK": tile["BLOCK"],
         "V": v_width,
         "V_P2": max(16, _power_of_two(v_width)),
-        "SOURCE": shape["SOURCE"],
-        "COVER": shape["COVER"],
+        "SOURCE": kind,
+        "COVER": min(cover, 2**31 - 1),
         "Q_STOP": q_stop,
     }
     scale = sm_scale * _LOG2_E
     f32 = jnp.float32
     out, lse, part, part_lse = triton_call(
         triton_kernels.attend,
-        [q, pool, *arrays, source.kv_start, source.kv_end, first_query, block_offset],
+        [q, pool, ids, indptr, row_ids, v2p, source.kv_start, source.kv_end, first_query, block_offset],
         [
             jax.ShapeDtypeStruct((rows, s_q, heads, v_width), q.dtype),
             jax.ShapeDtypeStruct((rows, s_q, heads), f32),
@@ -103,18 +108,16 @@ def mla_decode_triton(
         ROPE_P2=0 if qk_width == v_width else max(16, _power_of_two(qk_width - v_width)),
         ROW=row_width,
         PS=ps,
-        WIDTH=shape["WIDTH"],
-        REQUESTS=source.req_to_page.shape[0] if virtual else 1,
-        NUM_VIRTUAL=source.v2p.shape[0] - 1 if virtual else 0,
-        BLOCKS_PER_PAGE=source.blocks_per_page if virtual else 1,
+        WIDTH=width,
+        **of_virtual,
         NUM_BLOCKS=pool.shape[0] // ps,
         SCALE=scale,
         CAP=0.0 if logit_cap is None else logit_cap * _LOG2_E,
     )
     v_tile = min(32, deal["V_P2"])
-    return triton_call(
+    out, lse = triton_call(
         triton_kernels.merge,
-        [arrays[1], source.kv_start, source.kv_end, first_query, part, part_lse],
+        [indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
         update=[out, lse],
         grid=(rows, groups, deal["V_P2"] // v_tile),
         compute_capability=capability,
@@ -125,6 +128,7 @@ def mla_decode_triton(
         V_TILE=v_tile,
         CHUNK=8,
     )
+    return out, lse
 
 
 def tile_sizes(capability: tuple[int, int], columns: int) -> dict[str, int]:
