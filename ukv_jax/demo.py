@@ -25,7 +25,7 @@ CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "kimi-linear-tiny"
 PAGE_SIZE = 16  # tokens
 MAX_REQUESTS = 32  # rows that may decode side by side
 SHORT, LONG = 44, 4  # requests of each kind
-LONG_PROMPT = 2400  # bytes of a long prompt, about
+LONG_PROMPT = 4400  # bytes of the shortest long prompt
 STATIC_REQUESTS = 14  # mean requests that the static split is sized for
 COLOURS = {"state": "#d95f02", "full": "#1b9e77"}
 LABELS = {"state": "KDA state", "full": "MLA latents"}
@@ -39,13 +39,13 @@ class Request:
 
 
 def requests_of(model: Model) -> list[Request]:
-    """A skewed set: short requests with a long one among every few of them. Odd ones are sampled, even ones greedy."""
+    """A skewed set: short requests, among whose second half come a few long ones. Odd ones are sampled, even ones greedy."""
     names = sorted(topics.topics, key=lambda name: (len(topics.topics[name]), name))
     bos = [] if model.config.bos_token_id is None else [model.config.bos_token_id]
     long = [topics.topics[name][: LONG_PROMPT + 160 * i] for i, name in enumerate(names[-LONG:])]
     texts = [_heading(topics.topics[name]) for name in names[:SHORT]]
     for i, text in enumerate(long):
-        texts.insert((2 * i + 1) * (SHORT + LONG) // (2 * LONG), text)
+        texts.insert(SHORT // 2 + i * (SHORT // 2 // LONG), text)
     out = []
     for i, text in enumerate(texts):
         temperature = 0.7 if i % 2 else 0.0
@@ -97,7 +97,8 @@ def run(checkpoint: Path, picture: Path, console: Console) -> dict[str, object]:
         )
 
     def engine(layout: PoolLayout) -> Engine:
-        e = Engine(model, layout, max_new_tokens=max(r.sampling.max_new_tokens for r in requests), headroom=PAGE_SIZE)
+        longest = max(r.sampling.max_new_tokens for r in requests)
+        e = Engine(model, layout, max_new_tokens=longest, prefill_lanes=2, prefill_chunk=128, headroom=PAGE_SIZE)
         e.compile()
         return e
 
@@ -162,7 +163,7 @@ def _print_table(engines: list[Engine], results: list[list[Result]], console: Co
     row("requests at once, mean", [f"{t.active.mean():.1f}" for t in traces])
     row("decode steps", [e.decode_steps for e in engines])
     row("decode steps a second", [f"{e.decode_steps / e.decode_seconds:.1f}" for e in engines])
-    row("pages moved by compaction", [t.moved.sum() for t in traces])
+    row("pages moved by compaction", [int(e.state.counters.moved) for e in engines])
     row("stalls (lane x step)", [t.stalled.sum() for t in traces])
     row("retractions", [sum(r.retractions for r in rs) for rs in results])
     console.print(table)

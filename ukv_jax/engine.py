@@ -52,14 +52,12 @@ class Model:
     def load(cls, directory: str | Path, *, dtype: str | None = None, experts: str = "ragged_dot") -> "Model":
         """Reads a Hugging Face checkpoint directory; raises ValueError as `models.weights.load_model` does."""
         params, config = load_model(directory, dtype=dtype)
-        path = Path(directory) / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-        return cls(params, config, tokenizer, dtype or config.dtype, experts)
+        return cls(params, config, load_tokenizer(directory), dtype or config.dtype, experts)
 
     @property
     def specs(self) -> tuple[Spec, ...]:
         """Sub-pools that the model needs: what a layout is built from."""
-        return pool_specs(decoder.cache_spec(self.config, self.dtype))
+        return cache_specs(self.config, self.dtype)
 
     @property
     def forward(self) -> loop.Forward:
@@ -73,6 +71,22 @@ class Model:
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         return None if self.tokenizer is None else self.tokenizer.decode(list(tokens))
+
+
+def load_tokenizer(directory: str | Path) -> Tokenizer | None:
+    """The checkpoint's tokenizer.json, None if it has none; ValueError if it cannot be read."""
+    path = Path(directory) / "tokenizer.json"
+    if not path.is_file():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises a bare Exception
+        raise ValueError(f"{path}: not a tokenizer ({error})") from error
+
+
+def cache_specs(config: ModelConfig, dtype: str) -> tuple[Spec, ...]:
+    """Sub-pools that a model of this configuration needs: known before its weights are read."""
+    return pool_specs(decoder.cache_spec(config, dtype))
 
 
 @lru_cache
