@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pallas_kernels.bind_pages import bind, tombstone
 from tests.kernels.emulation import IMPLEMENTATIONS, run
 
-pytestmark = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 VIRTUAL, PHYSICAL = 400, 500
 POISON = -777
 
@@ -66,6 +66,7 @@ def call(implementation, v2p, p2v, free_count, hole_count, virtual, **options):
     return got, tombstone_in_python(v2p, p2v, free_ids, free_count, holes, hole_count, virtual)
 
 
+@every_implementation
 class TestBind:
     def test_dropped_lanes(self, implementation):
         v2p, p2v = ints(0, -1, -1, -1, -1), ints(0, -1, -1, -1, -1, -1)
@@ -98,6 +99,7 @@ class TestBind:
             run(implementation, bind, ints(0, -1, -1), ints(0, -1, -1), ints(1, 1), ints(1))
 
 
+@every_implementation
 class TestTombstone:
     def test_every_kind_of_lane(self, implementation):
         v2p, p2v = ints(0, 5, 3, -1, 7, -1), ints(0, -1, -1, 2, -1, 1, -1, 4, -1)
@@ -177,3 +179,15 @@ class TestTombstone:
                 jnp.int32(0),
                 ints(1),
             )
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="asks the CPU compiler")
+def test_cost_does_not_grow_with_the_pool_on_a_cpu():
+    def memory(pages):
+        table, lanes, count = (jax.ShapeDtypeStruct(s, jnp.int32) for s in ((pages,), (256,), ()))
+        free = jax.jit(lambda *args: tombstone(*args, implementation="xla"), donate_argnums=range(6))
+        return free.lower(table, table, table, count, table, count, lanes).compile().memory_analysis()
+
+    small, large = memory(1 << 12), memory(1 << 22)
+    assert large.alias_size_in_bytes == 4 * (4 << 22) + 8
+    assert large.temp_size_in_bytes == small.temp_size_in_bytes < 64 * 256

@@ -93,6 +93,19 @@ def test_access_width():
     assert [addressing.access_width(n) for n in (1152 * 64, 24, 20, 6, 27)] == [16, 8, 4, 2, 1]
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="asks the CPU compiler")
+def test_no_copy_of_the_pool_on_a_cpu():
+    total, lanes, page = 1 << 28, 16, 8192
+    move = jax.jit(
+        lambda b, s, d: move_pages(b, s, d, page_bytes=page, block_bytes=4096, implementation="xla"),
+        donate_argnums=0,
+    )
+    pages = jax.ShapeDtypeStruct((lanes,), jnp.int32)
+    memory = move.lower(jax.ShapeDtypeStruct((total,), jnp.uint8), pages, pages).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == total
+    assert memory.temp_size_in_bytes < 3 * lanes * page
+
+
 @pytest.mark.gpu
 def test_pool_past_2_to_the_32_bytes():
     """Pages on both sides of 2^32 bytes, moved across it; the rest of the pool stays."""
