@@ -133,6 +133,20 @@ def test_deliveries_name_the_same_rows(kind, name):
     assert np.array_equal(virtual.v2p, v2p)
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_one_pass_builds_the_full_and_the_window_table(kind):
+    state = filled(LAYOUTS[kind]())
+    rows, kv_end = jnp.array([3, 1, 0], jnp.int32), jnp.array([25, 7, 10], jnp.int32)
+    tables = translator.fill_read_tables(state, rows, kv_end, zero_tail=True)
+    assert set(tables) == {"full", "swa"}
+    for name, table in tables.items():
+        alone = translator.fill_read_table(state, rows, kv_end, name, zero_tail=True)
+        assert np.array_equal(table.table, alone.table)
+        assert np.array_equal(table.kv_end, alone.kv_end)
+    assert tables["full"].kv_start.tolist() == [0, 0, 0]
+    assert tables["swa"].kv_start.tolist() == [25 - SWA.window, 7 - SWA.window, 10 - SWA.window]
+
+
 def test_static_split_hands_its_ids_through_without_a_copy():
     state = filled(LAYOUTS["static"]())
     compiled = jax.jit(lambda s: translator.fill_read_table(s, None, s.requests.seq_len).table, donate_argnums=0)

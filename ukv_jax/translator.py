@@ -183,6 +183,41 @@ def fill_read_table(
     return PageTable(table, start, end, subpool.page_size)
 
 
+def fill_read_tables(
+    state: PoolState,
+    rows: Int32[Array, " rows"] | None,
+    kv_end: Int32[Array, " rows"],
+    *,
+    seq_len_delta: int | Int32[Array, " rows"] = 0,
+    width: int | None = None,
+    zero_tail: bool = False,
+    implementation: str | None = None,
+) -> dict[str, PageTable]:
+    """Page tables of the full and of every sliding-window sub-pool, in one pass over the request map, by name.
+
+    A window's table has the same absolute columns; its `kv_start` is the first position that the last token of the row
+    still sees.
+    """
+    _not_widened(state, "fill_read_tables")
+    subpools = (state.layout.full, *state.layout.windows)
+    tables, end = gather_translate.fill_read_tables(
+        state.requests.pages,
+        [_map(state, s) for s in subpools],
+        kv_end,
+        page_size=state.layout.page_size,
+        blocks_per_page=[s.stride() for s in subpools],
+        width=width,
+        row_ids=rows,
+        seq_len_delta=seq_len_delta,
+        zero_tail=zero_tail,
+        implementation=implementation,
+    )
+    starts = [jnp.zeros_like(end) if s.window is None else jnp.maximum(end - s.window, 0) for s in subpools]
+    return {
+        s.name: PageTable(table, start, end, s.page_size) for s, table, start in zip(subpools, tables, starts)
+    }
+
+
 def fill_packed_read_stream(
     state: PoolState,
     rows: Int32[Array, " rows"] | None,

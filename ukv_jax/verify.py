@@ -165,14 +165,14 @@ def _pages(layout: PoolLayout, spec: SubPool, pool: dict[str, np.ndarray]) -> li
     return wrong
 
 
-_read_rows = jax.jit(views.read_rows, static_argnums=1)
+_read_rows = jax.jit(views.read_rows, static_argnums=(1, 2))
 
 
 def _padding_bytes(state: PoolState, index: int) -> list[str]:
     spec, wrong = state.layout.subpools[index], []
     for region in spec.regions:
         blocks = np.array([spec.block_offset(j, region.name) for j in range(region.count)], np.int32)
-        stored = np.asarray(_read_rows(state.buffer, region.block_bytes, blocks))
+        stored = np.asarray(_read_rows(state.buffer, "uint8", region.block_bytes, blocks))
         dirty = np.flatnonzero(stored.any(axis=1))
         if dirty.size:
             wrong.append(
@@ -261,7 +261,7 @@ def _requests(state: PoolState) -> list[str]:
     writer = np.asarray(r.page_to_req)
     if writer[PADDING] != UNBOUND:
         wrong.append(f"page_to_req[0] is {writer[PADDING]}, nobody writes the padding page")
-    for v in np.flatnonzero(writer >= 0):
+    for v in np.flatnonzero(writer[1:] >= 0) + 1:
         b = writer[v]
         if b >= layout.max_requests or v not in pages[b, : count[b]]:
             wrong.append(f"page_to_req[{v}] is {b}, which does not hold the page")

@@ -1,15 +1,19 @@
-"""The buffer as blocks and rows, for XLA code.
+"""The buffer as rows of values, for XLA code.
 
-The buffer is read and written as stored bytes: rows of a `[rows, row_bytes]` reshape are gathered or scattered, and only
-what was gathered is bitcast. (A typed view of the whole buffer is free on a GPU, but the CPU compiler copies it.)
+A `[rows, elements]` view of the whole buffer in the rows' own dtype costs nothing on a GPU. The CPU compiler would copy the
+pool at every use of such a view, so there rows are gathered and scattered as stored bytes, and only they are bitcast.
 """
+
+import math
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int32, UInt8
 
-from ukv_jax.layout import PADDING, PoolLayout, SubPool, _dtype
+from pallas_kernels import device
+from ukv_jax.layout import PADDING, PoolLayout, SubPool
 
 
 def to_bytes(x: Array) -> UInt8[Array, "... bytes"]:
@@ -18,24 +22,36 @@ def to_bytes(x: Array) -> UInt8[Array, "... bytes"]:
     return raw if raw.ndim == x.ndim else raw.reshape(*x.shape[:-1], -1)
 
 
-def from_bytes(raw: UInt8[Array, "... bytes"], dtype: str) -> Array:
+def from_bytes(raw: UInt8[Array, "... bytes"], dtype: DTypeLike) -> Array:
     """`[..., n * itemsize]` bytes as `[..., n]` of `dtype`."""
-    item = _dtype(dtype)
+    item = np.dtype(dtype)
     if item.itemsize > 1:
         raw = raw.reshape(*raw.shape[:-1], -1, item.itemsize)
     return lax.bitcast_convert_type(raw, item)
 
 
-def read_rows(buffer: UInt8[Array, " total"], row_bytes: int, index: Int32[Array, "..."]) -> UInt8[Array, "... row_bytes"]:
-    """Rows of the `[total / row_bytes, row_bytes]` reshape. Indices must be in range."""
-    return buffer.reshape(-1, row_bytes).at[index].get(mode="promise_in_bounds")
+def _views_are_free() -> bool:
+    return device.target()[0] == "cuda"
 
 
-def write_rows(buffer: UInt8[Array, " total"], index: Int32[Array, " n"], rows: UInt8[Array, "n row_bytes"]) -> UInt8[Array, " total"]:
-    """Writes rows of the `[total / row_bytes, row_bytes]` reshape; a negative index drops its row."""
-    view = buffer.reshape(-1, rows.shape[-1])
+def read_rows(buffer: UInt8[Array, " total"], dtype: DTypeLike, elements: int, index: Int32[Array, "..."]) -> Array:
+    """Rows of `elements` values of `dtype`, `[..., elements]`; row i starts at byte i * row bytes. Indices must be in range."""
+    item = np.dtype(dtype)
+    if _views_are_free():
+        return from_bytes(buffer, item).reshape(-1, elements).at[index].get(mode="promise_in_bounds")
+    raw = buffer.reshape(-1, elements * item.itemsize).at[index].get(mode="promise_in_bounds")
+    return from_bytes(raw, item)
+
+
+def write_rows(buffer: UInt8[Array, " total"], index: Int32[Array, " n"], rows: Array) -> UInt8[Array, " total"]:
+    """Writes rows `[n, elements]` where `read_rows` finds them; a negative index drops its row."""
+    if _views_are_free():
+        view = from_bytes(buffer, rows.dtype).reshape(-1, rows.shape[1])
+    else:
+        rows = to_bytes(rows)
+        view = buffer.reshape(-1, rows.shape[1])
     target = jnp.where(index < 0, view.shape[0], index)
-    return view.at[target].set(rows, mode="drop").reshape(-1)
+    return to_bytes(view.at[target].set(rows, mode="drop").reshape(-1))
 
 
 def clear_pages(
@@ -49,7 +65,8 @@ def clear_pages(
             blocks = subpool.block_offset(0, region.name) + np.arange(region.count) * _block_step(subpool)
             index = page * subpool.stride(region.name) + jnp.asarray(blocks, jnp.int32)
             index = jnp.where(page > PADDING, index, -1)
-            buffer = write_rows(buffer, index, jnp.zeros((region.count, region.block_bytes), jnp.uint8))
+            zeros = jnp.zeros((region.count, math.prod(region.block_shape)), region.dtype)
+            buffer = write_rows(buffer, index, zeros)
         return buffer
 
     return lax.fori_loop(0, count, clear, buffer)

@@ -20,18 +20,20 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_registers import rescale, store_rows
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.mla_decode.mosaic_store import store_rows
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
-SLOTS = 2  # KV tiles of the ring
+SLOTS = 3  # KV tiles in flight, at most
+_SMEM_BYTES = 224 << 10  # what the rings and q may take
 GROUP = 128  # columns of a load; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
 _SMS = 132
 _LOAD, _SCORES, _LEFT, _RIGHT = 0, 1, 2, 3  # roles of the warpgroups
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _ACC = plgpu.Layout.WGMMA
 _ROWS = _ACC.reduce(1)
+_SLACK = 8.0  # P stays below 2**8
 _MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
 
 
@@ -91,9 +93,9 @@ def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
     if source.page_size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
-    if row_width != qk_width or row_width % 64 or row_width > 576 or row_width == v_width:
+    if row_width != qk_width or row_width % 64 or row_width > 576 or row_width != v_width + 64:
         raise NotImplementedError(
-            f"row_width must be qk_width, a multiple of 64, more than v_width and at most 576, got row_width {row_width}, qk_width {qk_width}"
+            f"row_width must be qk_width, and v_width + 64, got row_width {row_width}, qk_width {qk_width}"
         )
     if v_width not in (256, 512):
         raise NotImplementedError(f"v_width must be 256 or 512, got {v_width}")
@@ -111,6 +113,10 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
     half = v_width // 2
     v_groups = v_width // GROUP  # a KV tile arrives as boxes of GROUP columns of V, and one of the rest
     rest = width - v_width
+    kept = v_groups - 1  # boxes of q that the scores keep in registers; the others lie in shared memory
+    q_smem_bytes = 2 * M * (GROUP + rest)
+    boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
+    leads_by_row = rows < groups  # the shorter table of the rows that are cut
     load_rows = min(page_size, TILE)  # of one TMA
     loads = TILE // load_rows
     log2e = math.log2(math.e)
@@ -129,11 +135,11 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
         take = lambda n: [refs.pop(0) for _ in range(n)]
         q_ref, pool_ref, offset_ref = take(3)
         range_refs, id_refs = take(len(ranges)), take(len(ids))
-        out_ref, lse_ref, part_ref, part_lse_ref, cut_ref = take(5)
-        q_smem, v_smem, rest_smem, p_smem, factor_smem, share_smem = take(6)
-        decay_smem, inverse_smem = factor_smem.at[0], factor_smem.at[1]
-        share_ready, q_ready, q_free, ready, v_free, rest_free = take(6)
-        p_ready, p_free, end_ready, end_free = take(4)
+        out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)
+        v_smem, rest_smem, q_v_smem, q_rest_smem, factor_smem, share_smem = take(6)
+        inverse_smem = factor_smem.at[SLOTS]
+        share_ready, v_ready, rest_ready, v_free, rest_free = take(5)
+        p_ready, end_ready, end_free = take(3)
         group, q_tile, role = lax.axis_index("group"), lax.axis_index("q_tile"), lax.axis_index("role")
         live_rows = jnp.minimum(queries - q_tile * M, M)
 
@@ -168,6 +174,10 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                 _, tiles = mosaic_schedule.tile_range(*visible(b))
                 pl.when((tiles == 0) & mosaic_schedule.owns_start(share, b))(lambda: write(b))
 
+        def v_box(n, g):
+            """Place in the ring of box g of the n-th tile that this block loads (a row's queries count as a tile)."""
+            return lax.rem(n * v_groups + g, boxes)
+
         def destination(start, stop, tiles):
             """(whether the row is whole here, slot of its partial otherwise)."""
             return (start == 0) & (stop == tiles), jnp.where(start == 0, groups + group, group)
@@ -193,43 +203,60 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                 keep &= token <= q_position + lax.div(query, heads)
             return jnp.where(keep, s, -jnp.inf)
 
-        def clear(slot, first, stop):
+        def clear(n, first, stop):
             """Zeroes V of the positions outside [first, stop): P is 0 there, but 0 * NaN is NaN."""
             for c in range(v_width // 64):
-                chunk = v_smem.at[slot, c * 64 // GROUP, :, pl.ds(c * 64 % GROUP, 64)]
+                chunk = v_smem.at[v_box(n, c * 64 // GROUP), :, pl.ds(c * 64 % GROUP, 64)]
                 token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_ACC)
                 value = plgpu.load(chunk, layout=_ACC)
                 chunk[...] = jnp.where((token >= first) & (token < stop), value, jnp.bfloat16(0))
 
-        def write_cut(share):
-            """Tells the merge which row is cut at this share's end, if its first part lies here, and the last group."""
-            b = jnp.minimum(share.last, rows - 1)
-            first_tile, tiles = mosaic_schedule.tile_range(*visible(b))
-            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
-            leads = (share.last < rows) & (stop > 0) & (stop < tiles) & (start == 0)
-            row_end = (group + 1) * share.size - share.last_offset + tiles + mosaic_schedule.SEGMENT_COST
+        def write_lead(index, row, last):
+            """Tells the merge that the parts of `row`, or of none if -1, lie in this group and those to `last`."""
 
             @pl.when(q_tile == 0)
             def write():
-                cut_ref[group, 0] = jnp.where(leads, b, -1)
-                cut_ref[group, 1] = lax.div(row_end - 1, share.size)
+                lead_ref[index, 0], lead_ref[index, 1], lead_ref[index, 2] = row, group, last
+
+        def write_lead_of_group(share):
+            b = jnp.minimum(share.last, rows - 1)
+            _, tiles = mosaic_schedule.tile_range(*visible(b))
+            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+            leads = (share.last < rows) & (stop > 0) & (stop < tiles) & (start == 0)
+            write_lead(group, jnp.where(leads, b, -1), lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size))
 
         @pl.when(role == _LOAD)
         def load():
-            plgpu.set_max_registers(40, action="decrease")
             plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
             mosaic_schedule.find_share(
                 range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q
             )
             plgpu.commit_smem()
             plgpu.barrier_arrive(share_ready)
+            plgpu.set_max_registers(24, action="decrease")
             share = mosaic_schedule.read_share(share_smem)
 
+            def load_tile(n, sources, rows_each):
+                """Fills the boxes of tile n: `sources` are [rows_each, width] views, as many as a full tile of pages has."""
+                slot = lax.rem(n, SLOTS)
+                for g in range(v_groups + 1):
+                    if g < v_groups:
+                        at, columns = v_box(n, g), pl.ds(g * GROUP, GROUP)
+                        target, ready, free, first_use = v_smem.at[at], v_ready.at[at], v_free.at[at], boxes
+                        used = n * v_groups + g
+                    else:
+                        target, ready, free, first_use = rest_smem.at[slot], rest_ready.at[slot], rest_free.at[slot], SLOTS
+                        used, columns = n, pl.ds(v_width, rest)
+                    pl.when(used >= first_use)(partial(plgpu.barrier_wait, free))
+                    for j in range(loads):
+                        if j < len(sources):
+                            plgpu.copy_gmem_to_smem(
+                                sources[j].at[:, columns], target.at[pl.ds(j * rows_each, rows_each)], ready
+                            )
+                        else:
+                            plgpu.barrier_arrive(ready)
+
             def segment(b, start, stop, first_tile, tiles, n):
-                pl.when(n > 0)(lambda: plgpu.barrier_wait(q_free))
-                plgpu.copy_gmem_to_smem(
-                    q_ref.at[b, pl.ds(q_tile * M, box)], q_smem.at[pl.ds(0, box)], q_ready
-                )
                 kv_first, kv_stop = visible(b)
                 first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
 
@@ -240,39 +267,53 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
                 def one(i, carry):
                     n, blocks = carry
-                    slot = lax.rem(n, SLOTS)
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                    for g in range(v_groups + 1):
-                        is_v = g < v_groups
-                        free = v_free.at[slot, g] if is_v else rest_free.at[slot]
-                        pl.when(n >= SLOTS)(partial(plgpu.barrier_wait, free))
-                        target = v_smem.at[slot, g] if is_v else rest_smem.at[slot]
-                        for j in range(loads):
-                            plgpu.copy_gmem_to_smem(
-                                pool_ref.at[blocks[j], pl.ds(row, load_rows), pl.ds(g * GROUP, GROUP if is_v else rest)],
-                                target.at[pl.ds(j * load_rows, load_rows)],
-                                ready.at[slot, g],
-                            )
+                    load_tile(n, [pool_ref.at[block, pl.ds(row, load_rows)] for block in blocks], load_rows)
                     return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
 
-                n, _ = lax.fori_loop(start, stop, one, (n, blocks_of(start)))
+                load_tile(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
+                n, _ = lax.fori_loop(start, stop, one, (n + 1, blocks_of(start)))
                 return n
 
             for_segments(share, segment, jnp.int32(0))
 
         @pl.when(role == _SCORES)
         def scores():
-            plgpu.set_max_registers(128, action="decrease")
+            plgpu.set_max_registers(168, action="increase")
             share = get_share()
-            write_cut(share)
-            for_empty_rows(
-                share, lambda b: store_rows(lse_ref, full((M,), jnp.inf, _ROWS), b * queries + q_tile * M, live_rows)
-            )
+            if not leads_by_row:
+                write_lead_of_group(share)
+
+            def empty(b):
+                store_rows(lse_ref, full((M,), jnp.inf, _ROWS), b * queries + q_tile * M, live_rows)
+                if leads_by_row:
+                    write_lead(b, jnp.int32(-1), group)
+
+            for_empty_rows(share, empty)
 
             def segment(b, start, stop, first_tile, tiles, n):
+                if leads_by_row:
+                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
+                    pl.when(start == 0)(lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last))
                 kv_first, kv_stop = visible(b)
                 q_position = (range_refs[1][b] - s_q) if q_start is None else range_refs[2][b]
-                plgpu.barrier_wait(q_ready)
+                q_slot = lax.rem(n, SLOTS)
+                q_kept = []
+                for g in range(v_groups):
+                    at = v_box(n, g)
+                    plgpu.barrier_wait(v_ready.at[at])
+                    value = plgpu.load(v_smem.at[at], layout=_ACC)
+                    if g < kept:
+                        q_kept.append(value)
+                    else:
+                        q_v_smem[...] = value
+                plgpu.barrier_wait(rest_ready.at[q_slot])
+                q_rest_smem[...] = plgpu.load(rest_smem.at[q_slot], layout=_ACC)
+                plgpu.commit_smem()
+                for g in range(v_groups):
+                    plgpu.barrier_arrive(v_free.at[v_box(n, g)])
+                for _ in range(2):  # for the two warpgroups that have no use for q
+                    plgpu.barrier_arrive(rest_free.at[q_slot])
 
                 def one(i, carry):
                     peak, total, n = carry
@@ -281,38 +322,39 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
                     def product(s_ref):
                         for g in range(v_groups + 1):
-                            plgpu.barrier_wait(ready.at[slot, g])
-                            columns, k = (GROUP, v_smem.at[slot, g]) if g < v_groups else (rest, rest_smem.at[slot])
-                            plgpu.wgmma(
-                                s_ref, q_smem.at[:, pl.ds(g * GROUP, columns)], plgpu.transpose_ref(k, (1, 0))
-                            )
+                            if g < v_groups:
+                                at = v_box(n, g)
+                                plgpu.barrier_wait(v_ready.at[at])
+                                queries_, k = q_kept[g] if g < kept else q_v_smem, v_smem.at[at]
+                            else:
+                                plgpu.barrier_wait(rest_ready.at[slot])
+                                queries_, k = q_rest_smem, rest_smem.at[slot]
+                            plgpu.wgmma(s_ref, queries_, plgpu.transpose_ref(k, (1, 0)))
                         return s_ref[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
-                    plgpu.barrier_arrive(rest_free.at[slot])
-                    pl.when(i == stop - 1)(lambda: plgpu.barrier_arrive(q_free))
                     if logit_cap is not None:
                         # tanh by exp2: the hardware's own tanh has 11 bits.
                         scale = 2 * sm_scale * log2e / logit_cap
                         s = logit_cap - (2 * logit_cap) / (1 + jnp.exp2(s * scale))
 
                     tail = (position < kv_first) | (position + TILE > kv_stop)
-                    pl.when(tail)(lambda: clear(slot, kv_first - position, kv_stop - position))
+                    pl.when(tail)(lambda: clear(n, kv_first - position, kv_stop - position))
                     edge = tail | ((position + TILE > q_position + 1) if s_q > 1 else False)
                     s = lax.cond(edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s)
-                    new_peak = jnp.maximum(peak, s.max(axis=1))
+                    # The subtrahend follows the maximum only when it falls behind by 2**_SLACK: most tiles rescale nothing.
+                    tile_peak = s.max(axis=1)
+                    new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
                     decay = jnp.exp2((peak - new_peak) * to_log2)
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                    p16 = p.astype(jnp.bfloat16)
-                    plgpu.barrier_wait(p_free)
-                    p_smem[...] = p16
-                    decay_smem[...] = decay
+                    rest_smem[slot] = p.astype(jnp.bfloat16)  # over the columns of K that are no longer needed
+                    factor_smem[slot] = decay
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_ready)
+                    plgpu.barrier_arrive(p_ready.at[slot])
                     return new_peak, total * decay + p.sum(axis=1), n + 1
 
                 peak, total, n = lax.fori_loop(
-                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), n)
+                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), n + 1)
                 )
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
@@ -339,7 +381,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             for_segments(share, segment, jnp.int32(0))
 
         def accumulate(column):
-            plgpu.set_max_registers(168, action="increase")
+            plgpu.set_max_registers(160, action="increase")
             share = get_share()
             for_empty_rows(
                 share,
@@ -351,29 +393,28 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                     column,
                 ),
             )
-            plgpu.barrier_arrive(p_free)
             plgpu.barrier_arrive(end_free)
 
             def segment(b, start, stop, first_tile, tiles, n):
                 def one(_, carry):
                     *accs, n = carry
                     slot = lax.rem(n, SLOTS)
-                    plgpu.barrier_wait(p_ready)
-                    decay = plgpu.load(decay_smem, layout=_ROWS)
-                    accs = [acc * across(decay, acc) for acc in accs]
+                    plgpu.barrier_wait(p_ready.at[slot])
+                    decay = plgpu.load(factor_smem.at[slot], layout=_ROWS)
+                    accs = rescale(accs, decay)
 
                     def product(*acc_refs):
                         for c, acc_ref in enumerate(acc_refs):
-                            plgpu.wgmma(acc_ref, p_smem, v_smem.at[slot, column // GROUP + c])
+                            plgpu.wgmma(acc_ref, rest_smem.at[slot], v_smem.at[v_box(n, column // GROUP + c)])
 
                     accs = pl.run_state(lambda refs: product(*refs))(tuple(plgpu.ACC.init(acc) for acc in accs))
-                    plgpu.barrier_arrive(p_free)
                     for c in range(half // GROUP):
-                        plgpu.barrier_arrive(v_free.at[slot, column // GROUP + c])
+                        plgpu.barrier_arrive(v_free.at[v_box(n, column // GROUP + c)])
+                    plgpu.barrier_arrive(rest_free.at[slot])
                     return *accs, n + 1
 
                 *accs, n = lax.fori_loop(
-                    start, stop, one, (*[full((M, GROUP), 0, _ACC)] * (half // GROUP), n)
+                    start, stop, one, (*[full((M, GROUP), 0, _ACC)] * (half // GROUP), n + 1)
                 )
                 plgpu.barrier_wait(end_ready)
                 inverse = plgpu.load(inverse_smem, layout=_ROWS)
@@ -407,32 +448,30 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             array((rows * queries,), jnp.float32),
             array((2 * groups * queries, v_width), jnp.float32),
             array((2 * groups * queries,), jnp.float32),
-            array((groups, 2), jnp.int32),
+            array((rows if leads_by_row else groups, 3), jnp.int32),
         ],
         grid=(groups, q_tiles),
         grid_names=("group", "q_tile"),
         num_threads=4,
         thread_name="role",
         scratch_types=[
-            plgpu.SMEM((M, width), jnp.bfloat16, transforms=_TILED),
-            plgpu.SMEM((SLOTS, v_groups, TILE, GROUP), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((boxes, TILE, GROUP), jnp.bfloat16, transforms=_TILED),
             plgpu.SMEM((SLOTS, TILE, rest), jnp.bfloat16, transforms=_TILED),
-            plgpu.SMEM((M, TILE), jnp.bfloat16, transforms=_TILED),
-            plgpu.SMEM((2, M), jnp.float32),  # one array: each takes a whole KiB
+            plgpu.SMEM((M, GROUP), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((M, rest), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((SLOTS + 1, M), jnp.float32),
             plgpu.SMEM((8,), jnp.int32),
             barrier(),
-            barrier(),
-            barrier(),
-            barrier(num_arrivals=loads, num_barriers=(SLOTS, v_groups + 1)),
-            barrier(num_barriers=(SLOTS, v_groups)),
+            barrier(num_arrivals=loads, num_barriers=boxes),
+            barrier(num_arrivals=loads, num_barriers=SLOTS),
+            barrier(num_barriers=boxes),
+            barrier(num_arrivals=2, num_barriers=SLOTS),
             barrier(num_barriers=SLOTS),
-            barrier(),
-            barrier(num_arrivals=2),
             barrier(),
             barrier(num_arrivals=2),
         ],
         # No reduction here crosses warps; the default scratch for those would not fit.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
-    out, lse, part, part_lse, cuts = call(q, pool, block_offset, *ranges, *ids)
-    return mosaic_merge.merge(out, lse, part, part_lse, cuts, queries=queries)
+    out, lse, part, part_lse, leads = call(q, pool, block_offset, *ranges, *ids)
+    return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)

@@ -18,16 +18,16 @@ def merge(
     lse: Float32[Array, " rows_queries"],
     part: Float32[Array, "slots_queries v_width"],
     part_lse: Float32[Array, " slots_queries"],
-    cuts: Int32[Array, "groups 2"],
+    leads: Int32[Array, "leads 3"],
     *,
     queries: int,
+    groups: int,
 ) -> tuple[Array, Array]:
     """Returns out and lse with the cut rows written; the others stay as they are.
 
-    Group g leads a merge if ``cuts[g, 0]`` is a row and not -1: its parts are slot ``groups + g`` and then the slots
-    g + 1 to ``cuts[g, 1]``, `queries` lines each. `part_lse` is in base 2, -inf for a line that saw nothing.
+    A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
+    slots first + 1 to last, `queries` lines each. `part_lse` is in base 2, -inf for a line that saw nothing.
     """
-    groups = cuts.shape[0]
     width = part.shape[1]
     if groups == 1:
         return out, lse
@@ -38,10 +38,10 @@ def merge(
     threads, lines, unroll = (4, 1, 8) if shared else (1, _LINES, 2)
     splat = lambda value: plgpu.layout_cast(jnp.full((width,), value, jnp.float32), layout)
 
-    def kernel(part_ref, part_lse_ref, cut_ref, out_ref, lse_ref, acc_smem, stat_smem, ready):
-        group, block, wg = lax.axis_index("group"), lax.axis_index("block"), lax.axis_index("wg")
+    def kernel(part_ref, part_lse_ref, lead_ref, out_ref, lse_ref, acc_smem, stat_smem, ready):
+        lead, block, wg = lax.axis_index("lead"), lax.axis_index("block"), lax.axis_index("wg")
         plgpu.griddepcontrol_wait()  # launched while the decode kernel still runs
-        row, last = cut_ref[group, 0], cut_ref[group, 1]
+        row, group, last = (lead_ref[lead, i] for i in range(3))
         count = last - group + 1
         # Lines past the last one repeat it: the same values to the same place.
         mine = [jnp.minimum(block * lines + i, queries - 1) for i in range(lines)]
@@ -107,8 +107,8 @@ def merge(
     plgpu.kernel(
         kernel,
         out_type=[],
-        grid=(groups - 1, -(-queries // lines)),
-        grid_names=("group", "block"),
+        grid=(leads.shape[0], -(-queries // lines)),
+        grid_names=("lead", "block"),
         num_threads=threads,
         thread_name="wg",
         scratch_types=[
@@ -117,5 +117,5 @@ def merge(
             plgpu.Barrier(num_arrivals=threads),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(part, part_lse, cuts, out_box, lse_box)
+    )(part, part_lse, leads, out_box, lse_box)
     return jax.freeze(out_box), jax.freeze(lse_box)

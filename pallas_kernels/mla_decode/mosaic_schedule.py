@@ -1,9 +1,13 @@
 """How the MLA decode kernel deals work to thread blocks: a split of a cost line, found by one warp scan in each block.
 
-Row b of the batch costs ``tiles(b) + SEGMENT_COST``: its KV tiles of 64 positions and a fixed price for starting a row
-(query load, output store). Rows lie end to end on a line of ``total`` units; group g of thread blocks takes the units
-``[g * share, (g + 1) * share)`` with ``share = ceil(total / groups)``. Nothing comes from the host and nothing is stored:
-every block finds its own two ends. A row that lies across ends is cut there, and its parts are merged afterwards.
+Row b of the batch costs ``tiles(b) + overhead``: its KV tiles of 64 positions and a fixed price for starting a row (query
+load, output store). Rows lie end to end on a line of ``total`` units; group g of thread blocks takes the units
+``[g * size, (g + 1) * size)``. Nothing comes from the host and nothing is stored: every block finds its own two ends. A
+row that lies across ends is cut there, and its parts are merged afterwards.
+
+`size` is ``ceil(total / groups)``, with one exception. Rows of one length are not cut at odd places: if each can have the
+same number of whole groups, or each group the same number of whole rows, at a cost in balance of at most 1/16, `size` and
+`overhead` are set so that cuts and ends of rows meet. A cut costs a partial result that is written, read and merged.
 """
 
 from typing import NamedTuple
@@ -17,7 +21,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, nvvm, scf
 
 TILE = 64  # KV positions a tile
-SEGMENT_COST = 4  # tiles' worth of fixed work for each row that a block touches
+_OVERHEAD = 4  # tiles' worth of fixed work for each row that a block touches
+_NEVER = 2**31 - 1
 _LANES = 32
 _UNROLL = 16  # chunks of 32 rows whose lengths are in flight together
 
@@ -25,7 +30,8 @@ _UNROLL = 16  # chunks of 32 rows whose lengths are in flight together
 class Share(NamedTuple):
     """A group's part of the line: from `first_offset` units into row `first` to `last_offset` units into row `last`.
 
-    `last` may equal the number of rows, with offset 0. `size` is the length of every share but the last ones.
+    `last` may equal the number of rows, with offset 0. `size` is the length of every share but the last ones, `overhead`
+    the fixed cost of a row, which lies before its first tile.
     """
 
     first: jax.Array
@@ -33,6 +39,7 @@ class Share(NamedTuple):
     last: jax.Array
     last_offset: jax.Array
     size: jax.Array
+    overhead: jax.Array
 
 
 def tile_range(start, stop):
@@ -43,8 +50,8 @@ def tile_range(start, stop):
 
 def segment_tiles(share: Share, row, tiles):
     """(start, stop) of the tiles of `row` that belong to `share`, counted from the row's first tile."""
-    start = jnp.where(row == share.first, jnp.maximum(share.first_offset - SEGMENT_COST, 0), 0)
-    stop = jnp.where(row == share.last, jnp.maximum(share.last_offset - SEGMENT_COST, 0), tiles)
+    start = jnp.where(row == share.first, jnp.maximum(share.first_offset - share.overhead, 0), 0)
+    stop = jnp.where(row == share.last, jnp.maximum(share.last_offset - share.overhead, 0), tiles)
     return start, stop
 
 
@@ -56,7 +63,7 @@ def owns_start(share: Share, row):
 def find_share(
     row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int
 ) -> None:
-    """Writes the five numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
+    """Writes the numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
 
     Run by one warpgroup; each of its warps does the same work. `row_range_refs` are the int32[batch] refs of kv_start,
     kv_end and, if given, q_start. Follow with `plgpu.commit_smem` before another warpgroup reads.
@@ -76,7 +83,12 @@ def find_share(
 
 def read_share(ref) -> Share:
     """The `Share` that `find_share` wrote."""
-    return Share(*(ref[i] for i in range(5)))
+    return Share(*(ref[i] for i in range(len(Share._fields))))
+
+
+def row_end(share: Share, group, tiles):
+    """Unit at which row `share.last`, of `tiles` tiles, ends on the line."""
+    return (group + 1) * share.size - share.last_offset + tiles + share.overhead
 
 
 def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
@@ -86,7 +98,8 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
     everyone, zero, none = const(-1), const(0), const(batch)
     lane = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_LANES))
 
-    def cost(row):
+    def tiles_of(row):
+        """(tiles of the row, whether there is such a row)."""
         inside = less(row, none)
         at = [arith.index_cast(index, arith.select(inside, row, zero))]
         start = arith.maxsi(memref.load(ranges[0], at), zero)
@@ -96,16 +109,15 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
         tiles = arith.subi(
             arith.divui(arith.addi(stop, const(TILE - 1)), const(TILE)), arith.divui(start, const(TILE))
         )
-        tiles = arith.select(less(start, stop), tiles, zero)
-        return arith.select(inside, arith.addi(tiles, const(SEGMENT_COST)), zero)
+        return arith.select(arith.andi(inside, less(start, stop)), tiles, zero), inside
 
     chunks = -(-batch // _LANES)
     unroll = min(chunks, _UNROLL)
     trips = -(-chunks // unroll)
 
-    def costs(trip):
+    def lengths(trip):
         first = arith.addi(arith.muli(trip, const(unroll * _LANES)), lane)
-        return [cost(arith.addi(first, const(i * _LANES))) for i in range(unroll)]
+        return [tiles_of(arith.addi(first, const(i * _LANES))) for i in range(unroll)]
 
     def loop(carry, body):
         if trips == 1:
@@ -118,24 +130,48 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
             scf.yield_(body(arith.index_cast(i32, for_op.induction_variable), list(for_op.inner_iter_args)))
         return list(for_op.results)
 
-    kept = costs(zero) if trips == 1 else None  # one trip: the lengths stay in registers for the second pass
+    kept = lengths(zero) if trips == 1 else None  # one trip: the lengths stay in registers for the second pass
 
-    def add(trip, carry):
-        for value in kept or costs(trip):
-            carry = [arith.addi(carry[0], value)]
-        return carry
+    def survey(trip, carry):
+        total, least, most = carry
+        for tiles, inside in kept or lengths(trip):
+            total = arith.addi(total, tiles)
+            least = arith.minui(least, arith.select(inside, tiles, const(_NEVER)))
+            most = arith.maxui(most, tiles)
+        return [total, least, most]
 
-    (total,) = loop([zero], add)
+    total, least, most = loop([zero, const(_NEVER), zero], survey)
     for distance in (16, 8, 4, 2, 1):
         total = arith.addi(total, mgpu.utils.shfl_bfly(total, distance))
-    size = arith.maxui(arith.divui(arith.addi(total, const(groups - 1)), const(groups)), const(1))
+        least = arith.minui(least, mgpu.utils.shfl_bfly(least, distance))
+        most = arith.maxui(most, mgpu.utils.shfl_bfly(most, distance))
+
+    up = lambda a, b: arith.divui(arith.addi(a, arith.subi(b, const(1))), b)
+    # Rows of one length: whole groups a row, or whole rows a group.
+    if batch <= groups:
+        parts = arith.maxui(arith.minui(const(groups // batch), most), const(1))
+        even_size = arith.maxui(up(most, parts), const(1))
+        even_overhead = arith.subi(arith.muli(parts, even_size), most)
+    else:
+        even_size, even_overhead = arith.muli(const(-(-batch // groups)), most), zero
+    balanced = up(total, const(groups))
+    even = arith.andi(
+        arith.andi(arith.cmpi(arith.CmpIPredicate.eq, least, most), less(zero, most)),
+        arith.cmpi(
+            arith.CmpIPredicate.ule, arith.muli(even_size, const(16)), arith.muli(balanced, const(17))
+        ),
+    )
+    overhead = arith.select(even, even_overhead, const(_OVERHEAD))
+    total = arith.addi(total, arith.muli(overhead, none))
+    size = arith.select(even, even_size, arith.maxui(up(total, const(groups)), const(1)))
     ends = [arith.minui(arith.muli(arith.addi(group, const(i)), size), total) for i in (0, 1)]
 
     shuffle = lambda value, other, kind, clamp: nvvm.shfl_sync(everyone, value, other, const(clamp), kind)
 
     def scan(trip, carry):
         base, *found = carry
-        for i, value in enumerate(kept or costs(trip)):
+        for i, (tiles, inside) in enumerate(kept or lengths(trip)):
+            value = arith.select(inside, arith.addi(tiles, overhead), zero)
             through = value
             for distance in (1, 2, 4, 8, 16):
                 before = shuffle(through, const(distance), nvvm.ShflKind.up, 0)
@@ -158,5 +194,5 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
         return [base, *found]
 
     _, *found = loop([zero, none, zero, none, zero], scan)
-    for i, value in enumerate([*found, size]):
+    for i, value in enumerate([*found, size, overhead]):
         memref.store(value, out, [arith.constant(index, ir.IntegerAttr.get(index, i))])

@@ -61,7 +61,7 @@ def mla_decode_xla(
         peak, total, acc = carry
         pos = jnp.broadcast_to(c * chunk + jnp.arange(chunk, dtype=jnp.int32), (rows, chunk))
         live = (pos >= source.kv_start[:, None]) & (pos < kv_stop[:, None])
-        kv = _load_rows(pool, row_of(pos), live, kv_dtype, qk_width)
+        kv = load_rows(pool, row_of(pos), live, kv_dtype, qk_width)
         s = _dot("bqhd,bkd->bqhk", scaled_q, kv)
         if logit_cap is not None:
             s = logit_cap * jnp.tanh(s / logit_cap)
@@ -163,7 +163,7 @@ def row_index(
             )
 
 
-def _load_rows(
+def load_rows(
     pool: UInt8[Array, "num_rows row_bytes"],
     index: Int32[Array, "rows chunk"],
     live: Bool[Array, "rows chunk"],

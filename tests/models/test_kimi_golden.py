@@ -6,6 +6,7 @@ a model can run on belongs here.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,12 +16,20 @@ import pytest
 from jax import lax
 
 from tests.models.dense_cache import make_dense_cache
+from tests.models.pool_cache import make_pool_cache
 from ukv_jax.models.decoder import cache_spec, forward
 from ukv_jax.models.weights import load_model
 
 ROOT = Path(__file__).parents[2]
 CHUNK, STEPS = 64, 256
-CACHES = {"dense": make_dense_cache}
+DELIVERIES = ("table", "stream", "virtual")
+CACHES = {"dense": make_dense_cache} | {
+    f"{'unified' if unified else 'static'}-{delivery}": partial(
+        make_pool_cache, unified=unified, delivery=delivery
+    )
+    for unified in (True, False)
+    for delivery in DELIVERIES
+}
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +66,7 @@ def generate(make_cache, prompts, dtype, steps):
             logits, cache = forward(params, config, token[:, None], cache, last_only=True)
             return (jnp.argmax(logits, -1).astype(jnp.int32), cache.end()), token
 
+        cache = cache.begin(1, jnp.zeros(len(prompts), jnp.int32)).end()  # the shapes of a decode step
         return lax.scan(body, (first, cache), None, length=steps)[1].T
 
     logits = [[] for _ in prompts]
@@ -98,3 +108,14 @@ def test_bfloat16_stays_near(golden):
     found, _ = generate(make_dense_cache, [g["ids"] for g in golden], "bfloat16", 0)
     for logits, g in zip(found, golden, strict=True):
         assert relative(logits[g["positions"]], g["logits"]) <= 0.1
+
+
+def test_pools_and_deliveries_agree_bit_for_bit(golden):
+    """The same kernel over a unified pool and a static split: only block ids differ, so no bit of the logits may."""
+    prompts = [g["ids"] for g in golden]
+    runs = {name: generate(CACHES[name], prompts, "bfloat16", 8) for name in CACHES if name != "dense"}
+    first_logits, first_tokens = runs.pop("unified-table")
+    for name, (logits, tokens) in runs.items():
+        for found, expected in zip(logits, first_logits, strict=True):
+            assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), name
+        assert np.array_equal(tokens, first_tokens), name

@@ -10,21 +10,21 @@ from ukv_jax.layout import FP8_MAX, MLASpec, SubPool
 from ukv_jax.translator import KernelTokens
 
 
-def encode_rows(spec: MLASpec, row_bytes: int, kv: Float[Array, "n width"]) -> UInt8[Array, "n row_bytes"]:
-    """Rows as they are stored.
+def encode_rows(spec: MLASpec, row_width: int, kv: Float[Array, "n width"]) -> Array:
+    """Rows as they are stored, `[n, row_width]` of the sub-pool's dtype.
 
-    fp8: `width` e4m3 values that saturate at +-448, one f32 scale (largest magnitude / 448; 1 for a row of zeros), zero
+    fp8 (as bytes): `width` e4m3 values that saturate at +-448, one f32 scale (largest magnitude / 448; 1 for a row of zeros), zero
     padding. value = e4m3 * scale.
     """
     if spec.dtype != "float8_e4m3fn":
-        return views.to_bytes(kv.astype(spec.dtype))
+        return kv.astype(spec.dtype)
     kv = kv.astype(jnp.float32)
     peak = jnp.max(jnp.abs(kv), axis=-1, keepdims=True)
     # Not below the smallest normal f32: a subnormal scale is flushed to 0 and divides by it.
     scale = jnp.where(peak > 0, jnp.maximum(peak / FP8_MAX, jnp.finfo(jnp.float32).tiny), 1.0)
     values = jnp.clip(kv / scale, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
     row = jnp.concatenate([views.to_bytes(values), views.to_bytes(scale)], axis=-1)
-    return jnp.pad(row, ((0, 0), (0, row_bytes - row.shape[-1])))
+    return jnp.pad(row, ((0, 0), (0, row_width - row.shape[-1])))
 
 
 def write(
@@ -33,7 +33,7 @@ def write(
     """Stores one latent row a token at cache-layer `layer`; kv_c and k_pe are [rows, tokens, width], loc 0 drops."""
     region = subpool.region()
     kv = jnp.concatenate([kv_c, k_pe], axis=-1)
-    stored = encode_rows(subpool.spec, region.row_bytes, kv.reshape(-1, kv.shape[-1]))
+    stored = encode_rows(subpool.spec, region.block_shape[-1], kv.reshape(-1, kv.shape[-1]))
     loc = locs.ids.reshape(-1)
     offset = subpool.block_offset(layer) * subpool.page_size
     return views.write_rows(buffer, jnp.where(loc > 0, loc + offset, -1), stored)

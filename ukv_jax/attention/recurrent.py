@@ -1,5 +1,7 @@
 """Recurrent state in the pool: one slot a request, every part of every layer in blocks of that slot."""
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -21,9 +23,9 @@ def read(subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: In
     assert isinstance(subpool.spec, StateSpec)
     state = {}
     for part in subpool.spec.parts:
-        region = subpool.region(part.name)
-        raw = views.read_rows(buffer, region.block_bytes, _block_index(subpool, part.name, layer, slots))
-        state[part.name] = views.from_bytes(raw, part.dtype).reshape(*raw.shape[:2], *part.block_shape)
+        index = _block_index(subpool, part.name, layer, slots)
+        values = views.read_rows(buffer, part.dtype, math.prod(part.block_shape), index)
+        state[part.name] = values.reshape(*index.shape, *part.block_shape)
     return state
 
 
@@ -38,14 +40,12 @@ def write(
     # All of the new state exists before the first write: no read of the old buffer is left that would copy the pool.
     buffer, state = lax.optimization_barrier((buffer, state))
     for part in subpool.spec.parts:
-        region = subpool.region(part.name)
         value = state[part.name]
         want = (slots.shape[0], part.blocks_per_layer, *part.block_shape)
         if value.shape != want:
             raise ValueError(f"state part {part.name!r} has shape {value.shape}, the pool stores {want}")
         index = _block_index(subpool, part.name, layer, slots)
         index = jnp.where(slots[:, None] > PADDING, index, -1)
-        raw = views.to_bytes(value.astype(part.dtype).reshape(-1, np.prod(part.block_shape)))
-        assert raw.shape[-1] == region.block_bytes
-        buffer = views.write_rows(buffer, index.reshape(-1), raw)
+        rows = value.astype(part.dtype).reshape(-1, math.prod(part.block_shape))
+        buffer = views.write_rows(buffer, index.reshape(-1), rows)
     return buffer

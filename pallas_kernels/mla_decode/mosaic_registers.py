@@ -1,11 +1,12 @@
-"""Stores from WGMMA registers to rows of a GMEM array, cut at a run-time row count."""
+"""What the MLA decode kernel does with WGMMA registers beyond the array language: cut stores, skipped rescaling."""
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, scf
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
@@ -23,6 +24,48 @@ def store_rows(ref, values, first_row, rows, column: int = 0) -> None:
         _emit_store_rows(ref, values, first_row.registers.item(), rows.registers.item(), column)
 
     store(ref, values, jnp.int32(first_row), jnp.int32(rows))
+
+
+def rescale(accumulators, factors):
+    """``[acc * factors[:, None] for acc in accumulators]``, skipped by each warp whose 16 factors are all 1.
+
+    `accumulators` are f32 [64, n] in the WGMMA layout, `factors` f32 [64] in the layout of its rows.
+    """
+    layout = plgpu.Layout.WGMMA
+    types = tuple(plgpu.ShapeDtypeStruct(acc.shape, acc.dtype, layout=layout) for acc in accumulators)
+
+    @plgpu.inline_mgpu(arg_types=(*[layout] * len(accumulators), layout.reduce(1)), return_type=types)
+    def multiply(_, *args):
+        *accs, factors = args
+        one = arith.constant(factors.mlir_dtype, ir.FloatAttr.get(factors.mlir_dtype, 1.0))
+        changed = None
+        for register in factors.registers.flat:
+            value = llvm.extractelement(register, _constant(0)) if isinstance(register.type, ir.VectorType) else register
+            differs = arith.cmpf(arith.CmpFPredicate.UNE, value, one)
+            changed = differs if changed is None else arith.ori(changed, differs)
+        changed = nvvm.vote_sync(_constant(-1), changed, nvvm.VoteSyncKind.any)
+        branch = scf.IfOp(changed, [r.type for acc in accs for r in acc.registers.flat], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            scaled = [acc * factors.broadcast_in_dim(acc.shape, (0,), acc.layout) for acc in accs]
+            scf.yield_([r for acc in scaled for r in acc.registers.flat])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([r for acc in accs for r in acc.registers.flat])
+        results = iter(branch.results)
+        return tuple(
+            FragmentedArray(
+                _registers=np.array([next(results) for _ in acc.registers.flat], dtype=object).reshape(acc.registers.shape),
+                _layout=acc.layout,
+                _is_signed=None,
+            )
+            for acc in accs
+        )
+
+    return list(multiply(*accumulators, factors))
+
+
+def _constant(value: int):
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
 
 def _emit_store_rows(ref, values, first_row, rows, column):

@@ -1,0 +1,115 @@
+"""The pool as a cache for tests that run a model outside the decode loop: unified or static, by any delivery."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ukv_jax import pool, requests
+from ukv_jax.attention import PoolStep, begin_step, pool_specs
+from ukv_jax.layout import PoolLayout, StaticLayout, UnifiedLayout
+from ukv_jax.models.decoder import CacheSpec
+from ukv_jax.pool import PoolState
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PoolCache:
+    """Wraps a state and the step that is open on it, in the form that `dense_cache.DenseCache` has."""
+
+    state: PoolState
+    step: PoolStep | None
+    delivery: str = field(metadata={"static": True})
+
+    @property
+    def rows(self):
+        return jnp.arange(self.state.layout.max_requests, dtype=jnp.int32)
+
+    @property
+    def positions(self):
+        return self.step.positions
+
+    @property
+    def new_len(self):
+        return self.step.new_len
+
+    def begin(self, tokens, new_len):
+        step = begin_step(
+            self.state, self.rows, jnp.asarray(new_len, jnp.int32), tokens=tokens, delivery=self.delivery
+        )
+        # One owner of the buffer at a time, so that it is updated in place.
+        return replace(self, state=replace(self.state, buffer=jnp.zeros(0, jnp.uint8)), step=step)
+
+    def end(self):
+        state = replace(self.state, buffer=self.step.buffer)
+        state, _ = requests.append(
+            state, self.rows, self.step.new_len, max_tokens=self.step.positions.shape[1]
+        )
+        return replace(self, state=state, step=None)
+
+    def mla(self, *args, **options):
+        out, step = self.step.mla(*args, **options)
+        return out, replace(self, step=step)
+
+    def read_state(self, layer):
+        return self.step.read_state(layer)
+
+    def write_state(self, layer, state):
+        return replace(self, step=self.step.write_state(layer, state))
+
+
+def make_pool_cache(
+    spec: CacheSpec, rows: int, max_len: int, *, unified: bool, delivery: str = "table"
+) -> PoolCache:
+    """A pool whose pages are scattered and whose free bytes are NaN, with room for `rows` requests of max_len tokens."""
+    limits = dict(page_size=64, max_requests=rows, max_tokens=max_len)
+    specs = pool_specs(spec)
+    pages = -(-max_len // 64)
+    layout: PoolLayout
+    if unified:
+        limits.pop("max_requests")
+        layout = UnifiedLayout.from_tokens(specs, tokens=(rows + 2) * pages * 64, requests=rows, **limits)
+    else:
+        layout = StaticLayout.from_pages(specs, pages={"full": rows * pages + 7, "state": rows + 1}, **limits)
+    state = scatter_free_pages(poison_free_bytes(pool.init(layout)), seed=0)
+    lanes = jnp.arange(rows, dtype=jnp.int32)
+    reserve = jax.jit(partial(requests.reserve, pages_per_row=pages), donate_argnums=0)
+    state, got = reserve(state, lanes, jnp.full(rows, max_len, jnp.int32))
+    assert bool(got.granted.all())
+    return PoolCache(state, None, delivery)
+
+
+def poison_free_bytes(state: PoolState) -> PoolState:
+    """0xFF in every byte that no padding page covers: NaN in every float dtype."""
+    bytes_ = np.full(state.layout.total_bytes, 0xFF, np.uint8)
+    for s in state.layout.subpools:
+        if s.base is None:
+            bytes_[: s.page_bytes] = 0
+            continue
+        for region in s.regions:
+            for j in range(region.count):
+                at = s.block_offset(j, region.name) * region.block_bytes
+                bytes_[at : at + region.block_bytes] = 0
+    return replace(state, buffer=jnp.asarray(bytes_))
+
+
+def scatter_free_pages(state: PoolState, seed: int) -> PoolState:
+    """Shuffles free ids (and in a unified pool opens a band of shuffled holes), so that no request is contiguous."""
+    rng = np.random.default_rng(seed)
+    pools = []
+    for i, (spec, p) in enumerate(zip(state.layout.subpools, state.subpools)):
+        count = int(p.free_count)
+        ids = np.asarray(p.free_ids).copy()
+        ids[:count] = rng.permutation(ids[:count])
+        p = replace(p, free_ids=jnp.asarray(ids))
+        if not pool.pages_are_ids(state.layout, spec) and not spec.is_state:
+            size = (int(p.high) - spec.first_page) // 2
+            low = int(p.high) - size
+            holes = np.zeros(spec.num_pages, np.int32)
+            holes[:size] = rng.permutation(np.arange(low, int(p.high)))
+            if i > 0:  # grows down from the top of the buffer
+                p = replace(p, low=jnp.int32(low), holes=jnp.asarray(holes), hole_count=jnp.int32(size))
+        pools.append(p)
+    return replace(state, subpools=tuple(pools))
