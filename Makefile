@@ -14,7 +14,8 @@ help:
 venv:
 	@tools/bootstrap.sh .venv pinned
 
-demo: venv
+demo:
+	@tools/bootstrap.sh .venv demo
 	$(PYTHON_BIN) -m ukv_jax demo
 
 test: venv

@@ -1,8 +1,9 @@
 #!/bin/sh
 # Makes a virtual environment with this project installed in it.
 #
-#   tools/bootstrap.sh DIR pinned    versions of constraints.txt
-#   tools/bootstrap.sh DIR newest    newest jax and newest everything else
+#   tools/bootstrap.sh DIR demo      what the demo needs, in the versions of constraints.txt
+#   tools/bootstrap.sh DIR pinned    that, and the tools for tests, lint and notebooks
+#   tools/bootstrap.sh DIR newest    the same with the newest jax and newest everything else
 #   tools/bootstrap.sh DIR plugins   the CUDA plugin wheels (no CUDA libraries) and jax-triton, unpacked into DIR for
 #                                    PYTHONPATH: enough to compile for a GPU on a machine without one. Needs .venv.
 #
@@ -13,9 +14,11 @@ cd "$(dirname "$0")/.."
 dir=$1 kind=$2
 
 stamp=$dir/.installed
-want="$kind $(cat pyproject.toml constraints.txt tools/bootstrap.sh | cksum)"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-    exit 0
+sum=$(cat pyproject.toml constraints.txt tools/bootstrap.sh | cksum)
+if [ -f "$stamp" ]; then
+    case "$kind/$(cat "$stamp")" in
+        "$kind/$kind $sum" | "demo/pinned $sum") exit 0 ;;
+    esac
 fi
 
 # The shims of a version manager can exist and fail: an interpreter counts when it really runs.
@@ -38,16 +41,16 @@ find_python() {
 }
 
 pip() {
-    "$python" -m pip --disable-pip-version-check --quiet "$@"
+    "$python" -m pip --disable-pip-version-check -qq "$@"
 }
 
 if [ "$kind" = plugins ]; then
     python=.venv/bin/python
     echo "fetching the CUDA plugin wheels into $dir (once)" >&2
     rm -rf "$dir"
-    pip install --no-deps --constraint constraints.txt --target "$dir" \
+    pip install --no-deps --no-compile --constraint constraints.txt --target "$dir" \
         jax-cuda13-plugin jax-cuda13-pjrt jax-triton triton absl-py
-    echo "$want" >"$stamp"
+    echo "$kind $sum" >"$stamp"
     exit 0
 fi
 
@@ -59,8 +62,9 @@ if ! runs "$python"; then
 fi
 echo "installing into $dir (once)" >&2
 case $kind in
-    pinned) pip install --constraint constraints.txt --editable '.[dev,plot]' ;;
-    newest) pip install --upgrade --upgrade-strategy eager --editable '.[dev,plot]' ;;
+    demo) pip install --no-compile --constraint constraints.txt --editable '.[plot]' ;;
+    pinned) pip install --no-compile --constraint constraints.txt --editable '.[dev,plot]' ;;
+    newest) pip install --no-compile --upgrade --upgrade-strategy eager --editable '.[dev,plot]' ;;
     *) echo "unknown kind of environment: $kind" >&2 && exit 2 ;;
 esac
-echo "$want" >"$stamp"
+echo "$kind $sum" >"$stamp"
