@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.deviceless import compile_for, requires_plugin, shape
 from ukv_jax.models import moe
 from ukv_jax.models.config import MoEConfig
 from ukv_jax.models.experts import EXPERTS as IMPLEMENTATIONS
-from ukv_jax.models.experts import GPU_ONLY
+from ukv_jax.models.experts import preferred
 
 TOKENS, HIDDEN, SIZE, EXPERTS = 37, 16, 8, 8
 
@@ -82,7 +83,7 @@ def by_hand(r, c, valid):
     return out
 
 
-@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS.keys() - GPU_ONLY))
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
 @pytest.mark.parametrize("live", [TOKENS, 5, 0])
 def test_experts(name, live):
     r, c = random(1), config()
@@ -92,13 +93,38 @@ def test_experts(name, live):
     np.testing.assert_allclose(found, by_hand(r, c, valid), rtol=2e-5, atol=2e-4)
 
 
-@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS.keys() - GPU_ONLY))
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
 def test_all_tokens_on_one_expert(name):
     r = random(3)
     gate_up, down = jnp.asarray(r["experts_gate_up"]), jnp.asarray(r["experts_down"])
     chosen, weights = jnp.full((TOKENS, 1), 5, jnp.int32), jnp.ones((TOKENS, 1))
     found = IMPLEMENTATIONS[name](jnp.asarray(r["x"]), chosen, weights, gate_up, down)
     np.testing.assert_allclose(found, gated(r["x"], gate_up[5], down[5]), rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize("tokens", [1, 8, 64, 2048])
+def test_the_preferred_implementation_makes_no_dense_product(tokens):
+    """At the sizes of Kimi-Linear-48B, compiled for an H200: 256 experts on every token would be 1 MB a token."""
+
+    def program(x, chosen, weights, gate_up, down):
+        assert preferred(chosen.size) == ("gather" if tokens <= 8 else "grouped")
+        return IMPLEMENTATIONS[preferred(chosen.size)](x, chosen, weights, gate_up, down)
+
+    compiled = compile_for(
+        program,
+        shape((tokens, 2304), "bfloat16"),
+        shape((tokens, 8), "int32"),
+        shape((tokens, 8), "float32"),
+        shape((256, 2048, 2304), "bfloat16"),
+        shape((256, 2304, 1024), "bfloat16"),
+    )
+    if tokens <= 8:
+        assert compiled.temp_bytes < 128 << 10 << 3
+    else:
+        slots = tokens * 8 + 256 * (64 if tokens == 64 else 128)
+        assert compiled.temp_bytes < 4 * slots * (2304 + 2048)
 
 
 def test_an_unknown_implementation_is_named():

@@ -78,13 +78,14 @@ def forward(
     cache: Any,
     *,
     last_only: bool = False,
-    experts: str = "ragged_dot",
+    experts: str | None = None,
 ) -> tuple[Float[Array, "rows ..."], Any]:
     """Runs `tokens` through the model, on top of what `cache` holds of each row.
 
     tokens are right-padded: row b has `cache.new_len[b]` of them, 0 for a dead row. Returns float32 logits
     [rows, tokens, vocab], or with last_only [rows, vocab] of the last valid token of each row (undefined for a dead
-    row), and the new cache. `experts` names the implementation of the routed experts (experts.EXPERTS).
+    row), and the new cache. `experts` names the implementation of the routed experts
+    (experts.EXPERTS; None: the one preferred on the device at hand).
     """
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
     x = params["embed"][jnp.where(valid, tokens, 0)]

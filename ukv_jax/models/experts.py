@@ -14,47 +14,34 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
+from pallas_kernels import device
+from pallas_kernels.grouped_matmul import group_rows, grouped_matmul
+
 ExpertsFn = Callable[[Array, Array, Array, Array, Array], Array]
 
 
 def ragged_dot(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array) -> Array:
-    """`jax.lax.ragged_dot` over tokens sorted by expert. For CPU; XLA for GPU multiplies every token with every
-    expert instead."""
+    """`jax.lax.ragged_dot` over (token, choice) pairs sorted by expert. For CPU; XLA for GPU multiplies every token
+    with every expert instead."""
+    num_experts, k = gate_up.shape[0], chosen.shape[1]
+    flat = chosen.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
+    gate, up = jnp.split(lax.ragged_dot(x[order // k], gate_up.swapaxes(1, 2), sizes), 2, axis=-1)
+    out = lax.ragged_dot(jax.nn.silu(gate) * up, down.swapaxes(1, 2), sizes)
+    pairs = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
+    return _weighted_sum(pairs.reshape(*chosen.shape, -1), chosen, weights, num_experts).astype(x.dtype)
 
-    def multiply(rows: Array, matrices: Array, group_sizes: Array) -> Array:
-        return lax.ragged_dot(rows, matrices.swapaxes(1, 2), group_sizes)
 
-    return _sorted(multiply, x, chosen, weights, gate_up, down)
-
-
-def mosaic(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array) -> Array:
-    """jax's Mosaic GPU grouped matrix product over tokens sorted by expert. For Hopper, bfloat16 or float16, hidden
-    and expert sizes in multiples of 64."""
-    # Imports CUDA-only modules of jax.
-    from jax.experimental.pallas.ops.gpu.ragged_dot_mgpu import ragged_dot as grouped
-
-    hidden, size = gate_up.shape[2], down.shape[2]
-    if x.dtype not in (jnp.bfloat16, jnp.float16) or hidden % 64 or size % 64:
-        raise NotImplementedError(
-            f"mosaic experts want bfloat16 or float16 and sizes in multiples of 64, found {x.dtype}, hidden {hidden}, "
-            f"expert size {size}"
-        )
-
-    def multiply(rows: Array, matrices: Array, group_sizes: Array) -> Array:
-        width = matrices.shape[1]
-        return grouped(
-            rows,
-            matrices,
-            group_sizes=group_sizes,
-            block_m=64,
-            block_n=128 if width % 128 == 0 else 64,
-            block_k=64,
-            max_concurrent_steps=4,
-            grid_block_n=1,
-            transpose_rhs=True,
-        )
-
-    return _sorted(multiply, x, chosen, weights, gate_up, down)
+def grouped(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array) -> Array:
+    """`pallas_kernels.grouped_matmul` over (token, choice) pairs, every expert's padded to whole tiles. For GPU; reads
+    each chosen expert once for every tile of its rows."""
+    tokens, k = chosen.shape
+    rows = group_rows(chosen.reshape(-1), gate_up.shape[0], tile=64 if tokens * k < 4096 else 128)
+    gate, up = jnp.split(grouped_matmul(x[rows.source // k], gate_up, rows), 2, axis=-1)
+    out = grouped_matmul(jax.nn.silu(gate) * up, down, rows)
+    slot = jnp.minimum(rows.slot, out.shape[0] - 1)
+    return _weighted_sum(out[slot].reshape(tokens, k, -1), chosen, weights, gate_up.shape[0]).astype(x.dtype)
 
 
 def gather(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array) -> Array:
@@ -69,27 +56,17 @@ def gather(x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array)
     return _weighted_sum(out, chosen, weights, gate_up.shape[0]).astype(x.dtype)
 
 
-EXPERTS: dict[str, ExpertsFn] = {"ragged_dot": ragged_dot, "mosaic": mosaic, "gather": gather}
-GPU_ONLY = frozenset({"mosaic"})
+EXPERTS: dict[str, ExpertsFn] = {"ragged_dot": ragged_dot, "grouped": grouped, "gather": gather}
+# Pairs of token and expert up to which reading an expert once for each pair beats sorting the pairs.
+FEW_PAIRS = 64
 
 
-def _sorted(
-    multiply: Callable[[Array, Array, Array], Array],
-    x: Array,
-    chosen: Array,
-    weights: Array,
-    gate_up: Array,
-    down: Array,
-) -> Array:
-    """Runs the experts over (token, choice) pairs sorted by expert; multiply(rows, [experts, out, in], group_sizes)."""
-    num_experts = gate_up.shape[0]
-    flat = chosen.reshape(-1)
-    order = jnp.argsort(flat, stable=True)
-    group_sizes = jnp.zeros(num_experts, jnp.int32).at[flat].add(1, mode="drop")
-    gate, up = jnp.split(multiply(x[order // chosen.shape[1]], gate_up, group_sizes), 2, axis=-1)
-    out = multiply(jax.nn.silu(gate) * up, down, group_sizes)
-    pairs = jnp.zeros_like(out).at[order].set(out, unique_indices=True)
-    return _weighted_sum(pairs.reshape(*chosen.shape, -1), chosen, weights, num_experts).astype(x.dtype)
+def preferred(pairs: int) -> str:
+    """The implementation to use for so many (token, expert) pairs on the device that is traced for."""
+    platform, _ = device.target()
+    if platform not in ("cuda", "rocm"):
+        return "ragged_dot"
+    return "gather" if pairs <= FEW_PAIRS else "grouped"
 
 
 def _weighted_sum(pairs: Array, chosen: Array, weights: Array, num_experts: int) -> Array:

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ukv_jax.models.config import MoEConfig
-from ukv_jax.models.experts import EXPERTS
+from ukv_jax.models.experts import EXPERTS, preferred
 from ukv_jax.models.layers import swiglu
 
 
@@ -46,9 +46,12 @@ def apply(
     config: MoEConfig,
     x: Float[Array, "rows tokens hidden"],
     valid: Bool[Array, "rows tokens"],
-    experts: str,
+    experts: str | None = None,
 ) -> Float[Array, "rows tokens hidden"]:
-    """Routed experts plus shared experts. Padded tokens are given to no expert."""
+    """Routed experts plus shared experts. Padded tokens are given to no expert. experts: an implementation by name, or
+    None for the one preferred on the device at hand."""
+    if experts is None:
+        experts = preferred(x.shape[0] * x.shape[1] * config.experts_per_token)
     if experts not in EXPERTS:
         raise ValueError(f"experts={experts!r} is not an implementation; there are: {sorted(EXPERTS)}")
     flat = x.reshape(-1, x.shape[-1])
