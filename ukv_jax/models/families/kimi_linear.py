@@ -184,9 +184,9 @@ Path = tuple[str | int, ...]
 
 
 def _whole(
-    name: str, path: Path, shape: tuple[int, ...], to: tuple[int, ...] | None = None, **kw: bool
+    name: str, path: Path, shape: tuple[int, ...], to: tuple[int, ...] | None = None, float32: bool = False
 ) -> Tensor:
-    return Tensor(name, shape, (Place(path, to or shape),), **kw)
+    return Tensor(name, shape, (Place(path, to or shape),), float32)
 
 
 def _stacked(names: list[str], path: Path, shape: tuple[int, ...], to: tuple[int, ...]) -> list[Tensor]:
