@@ -51,7 +51,10 @@ def mla_attention_mosaic(
     heads, v_width = q.shape[1], v.shape[2]
     if q.shape[0] == 0 or k_pe.shape[0] == 0 or queries.start.shape[0] == 0:
         return jnp.zeros((*q.shape[:2], v_width), q.dtype), jnp.full(q.shape[:2], jnp.inf, jnp.float32)
-    schedule = make_schedule(queries, keys, q.shape[0], k_pe.shape[0], causal=causal, heads=heads)
+    kv_bytes = (q.shape[2] + v_width) * q.dtype.itemsize
+    schedule = make_schedule(
+        queries, keys, q.shape[0], k_pe.shape[0], causal=causal, heads=heads, kv_bytes=kv_bytes
+    )
     return _attend(q, k_nope, k_pe, v, schedule, causal=causal, sm_scale=sm_scale, blocks=device.core_count())
 
 

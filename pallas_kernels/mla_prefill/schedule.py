@@ -14,8 +14,7 @@ from jaxtyping import Array, Int32
 from pallas_kernels.mla_prefill.rows import Rows
 
 TILE = 128  # queries of a work item, and keys of a step
-_SECTION_PAIRS = 32  # (row, head) pairs that are in flight together: a quarter of the blocks of a Hopper GPU
-_SECTION_ROWS = 16
+_SECTION_BYTES = 24 << 20  # K and V of a section: about half of a Hopper GPU's L2
 
 FIELDS = 8  # an Item as int32 in shared memory, padded
 
@@ -45,6 +44,13 @@ class Item(NamedTuple):
         return cls(*(jnp.int32(0) for _ in cls._fields))
 
 
+class Section(NamedTuple):
+    """How many rows and heads are worked on together."""
+
+    rows: int
+    heads: int
+
+
 class Schedule(NamedTuple):
     """items: int32 [tiles + 1, 6], the fields of `Item` but the head; first of the last row: how many are live."""
 
@@ -66,9 +72,12 @@ class Schedule(NamedTuple):
 
 
 def make_schedule(
-    queries: Rows, keys: Rows, q_tokens: int, kv_tokens: int, *, causal: bool, heads: int
+    queries: Rows, keys: Rows, q_tokens: int, kv_tokens: int, *, causal: bool, heads: int, kv_bytes: int
 ) -> Schedule:
-    """Tiles of all rows, and of the gaps between them: no query token is left without a result."""
+    """Tiles of all rows, and of the gaps between them: no query token is left without a result.
+
+    kv_bytes: of one token's K and V in one head.
+    """
     queries, keys = queries.clipped(q_tokens), keys.clipped(kv_tokens)
     rows = queries.start.shape[0]
     end = queries.start + queries.length
@@ -103,14 +112,17 @@ def make_schedule(
         ],
         axis=1,
     )
-    section = jnp.where(live, jnp.maximum(segment - 1, 0) // (2 * _SECTION_ROWS), 2 * rows + 1)
-    _, _, order = lax.sort((section, -fields[:, 5], index), num_keys=2, is_stable=True)
+    section = choose_section(rows, heads, -(-kv_tokens // rows) * kv_bytes)
+    number = jnp.where(live, jnp.maximum(segment - 1, 0) // (2 * section.rows), 2 * rows + 1)
+    _, _, order = lax.sort((number, -fields[:, 5], index), num_keys=2, is_stable=True)
     count = jnp.zeros((1, 6), jnp.int32).at[0, 0].set(jnp.minimum(ends[-1], tiles))
     items = jnp.concatenate([fields[order], count])
-    return Schedule(items, _section_heads(heads, rows))
+    return Schedule(items, section.heads)
 
 
-def _section_heads(heads: int, rows: int) -> int:
-    """Heads of a section: the largest divisor of `heads` that keeps to `_SECTION_PAIRS`, at least 1."""
-    most = max(1, _SECTION_PAIRS // min(rows, _SECTION_ROWS))
-    return max(d for d in range(1, min(heads, most) + 1) if heads % d == 0)
+def choose_section(rows: int, heads: int, pair_bytes: int) -> Section:
+    """As many (row, head) pairs of that many bytes as `_SECTION_BYTES` hold. Its heads divide `heads`."""
+    pairs = max(1, _SECTION_BYTES // pair_bytes)
+    section_rows = -(-rows // -(-rows // pairs))  # sections of equal size
+    most = min(heads, pairs // section_rows)
+    return Section(section_rows, max(d for d in range(1, most + 1) if heads % d == 0))

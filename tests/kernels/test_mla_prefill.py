@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_prefill import Rows, mla_extend, mla_prefill
 from pallas_kernels.mla_prefill.prefix import cheaper_form
-from pallas_kernels.mla_prefill.schedule import TILE, make_schedule
+from pallas_kernels.mla_prefill.schedule import TILE, choose_section, make_schedule
 from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.mla_case import DELIVERIES, make_case
@@ -204,6 +204,10 @@ def make_chunk(cached, new, *, heads=4, dtype="bfloat16", kv_dtype=None, width=N
     return Chunk(case, dataclasses.replace(prefill, k_nope=k_nope, k_pe=k_pe, v=v), w_uk, w_uv, cached)
 
 
+# Latent queries are rounded to bf16 after W_uk has spread each over 512 elements: the absorbed form's own loss.
+BF16_TOLERANCE = {"absorbed": 2.5e-2, "expanded": 8e-3}
+
+
 def check_extend(chunk: Chunk, implementation, decoder, form, tolerance, **options) -> None:
     try:
         out, lse = chunk.run(implementation, decoder, form, **options)
@@ -216,9 +220,9 @@ def check_extend(chunk: Chunk, implementation, decoder, form, tolerance, **optio
 @pytest.mark.parametrize("decoder", DECODERS)
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 def test_extend(implementation, decoder, form):
-    """Rows with neither, either and both of prefix and new tokens; bf16 rounds latent queries and expanded keys."""
+    """Rows with neither, either and both of prefix and new tokens."""
     chunk = make_chunk([0, 64, 0, 1, 130, 63], [0, 0, 9, 64, 65, 1], width=70)
-    check_extend(chunk, implementation, decoder, form, 8e-3)
+    check_extend(chunk, implementation, decoder, form, BF16_TOLERANCE[form])
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
@@ -231,7 +235,7 @@ def test_extend_float32(form, delivery):
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
 def test_extend_reads_fp8_rows(implementation, form):
     chunk = make_chunk([0, 64, 130], [9, 5, 65], kv_dtype="float8_e4m3fn")
-    check_extend(chunk, implementation, None, form, 8e-3)
+    check_extend(chunk, implementation, None, form, BF16_TOLERANCE[form])
 
 
 @pytest.mark.parametrize("form", ["absorbed", "expanded"])
@@ -293,7 +297,7 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
     decoded = np.asarray(jnp.einsum("rhl,hvl->rhv", out[:, 0], w_uv), np.float64)
     at = rows.start + rows.length - 1
     expected = np.asarray(prefilled[at], np.float64)
-    tolerance = 1e-2 if kv_dtype == "bfloat16" else 6e-2  # e4m3 keeps 4 bits: a relative rounding of up to 1 / 16
+    tolerance = BF16_TOLERANCE["absorbed"] if kv_dtype == "bfloat16" else 6e-2  # e4m3 keeps 4 bits: a relative rounding of up to 1 / 16
     for b in range(5):
         assert np.linalg.norm(decoded[b] - expected[b]) <= tolerance * np.linalg.norm(expected[b])
     np.testing.assert_allclose(decode_lse[:, 0], lse[at], rtol=0, atol=3 * tolerance)
@@ -309,11 +313,15 @@ def test_cheaper_form_is_where_the_docstring_says():
 
 
 @pytest.mark.parametrize("layout", [{}, {"gap": 5}, {"width": 300}], ids=str)
-@pytest.mark.parametrize("causal", [True, False])
-def test_schedule_visits_every_token_once(layout, causal):
+@pytest.mark.parametrize("causal, kv_bytes", [(True, 640), (True, 40_000), (False, 100_000)])
+def test_schedule_visits_every_token_once(layout, causal, kv_bytes):
     case = make_prefill([*EDGES, 300, 1, 40, 0] * 2, heads=1, nope=64, v_width=64, **layout)
     tokens, heads = len(case.q), 12
-    schedule = make_schedule(case.rows, case.rows, tokens, tokens, causal=causal, heads=heads)
+    schedule = make_schedule(
+        case.rows, case.rows, tokens, tokens, causal=causal, heads=heads, kv_bytes=kv_bytes
+    )
+    section = choose_section(len(case.start), heads, -(-tokens // len(case.start)) * kv_bytes)
+    assert section.heads == schedule.section_heads
     items = np.asarray(schedule.items)
     count = items[-1, 0]
     tickets = schedule.item(items, jnp.arange(count * heads, dtype=jnp.int32))
@@ -330,10 +338,23 @@ def test_schedule_visits_every_token_once(layout, causal):
             assert kv_tiles == -(-(min(position + TILE, kv_length) if causal else kv_length) // TILE)
         else:
             assert kv_tiles == 0
-        section = head // schedule.section_heads, first >= case.start[16]
-        assert previous is None or section != previous[0] or kv_tiles <= previous[1]
-        previous = section, kv_tiles
+        # A row's gap lies behind it and belongs to the same section.
+        row = max([b for b in range(len(case.start)) if case.start[b] <= first], default=0)
+        number = head // section.heads, row // section.rows
+        assert previous is None or number != previous[0] or kv_tiles <= previous[1]
+        assert previous is None or number >= previous[0]
+        previous = number, kv_tiles
     assert (visited == 1).all()
+
+
+def test_sections_hold_what_fits():
+    pair = 4096 * 640
+    assert choose_section(16, 32, pair) == (8, 1)
+    assert choose_section(4, 32, pair) == (4, 2)
+    assert choose_section(1, 32, pair) == (1, 8)
+    assert choose_section(1, 31, pair) == (1, 1)  # a prime number of heads has no other divisor that fits
+    assert choose_section(1, 32, 16 * pair) == (1, 1)
+    assert choose_section(3, 2, 640) == (3, 2)
 
 
 def test_rows_that_leave_the_array_are_cut():
@@ -342,7 +363,7 @@ def test_rows_that_leave_the_array_are_cut():
     for name in ("xla",):
         out, lse = mla_prefill(*case.arrays, rows, sm_scale=case.sm_scale, implementation=name)
         case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
-    items = np.asarray(make_schedule(rows, rows, 128, 128, causal=True, heads=1).items)
+    items = np.asarray(make_schedule(rows, rows, 128, 128, causal=True, heads=1, kv_bytes=640).items)
     assert (items[: items[-1, 0], :2].sum(axis=1) <= 128).all()
 
 
