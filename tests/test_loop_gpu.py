@@ -22,12 +22,11 @@ WIDE = replace(
     kda=KDAConfig(num_heads=4, head_dim=128, conv_kernel=4),
 )
 LIMITS = dict(page_size=64, max_requests=8, max_tokens=512)
-EXPERTS = "gather"
 
 
 @pytest.fixture(scope="module")
 def model():
-    return replace(random_model(3, WIDE), experts=EXPERTS)
+    return random_model(3, WIDE)
 
 
 def generate(model, layout, delivery, implementation=None):
