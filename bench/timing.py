@@ -103,6 +103,7 @@ def record(benchmark: str, rows: list[dict[str, Any]], peers: ModuleType | None)
     versions = {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "python": sys.version.split()[0]}
     for name in ("torch", "triton") if peers is not None else ():
         versions[name] = importlib.import_module(name).__version__
+    versions |= getattr(peers, "VERSIONS", {})
     return {
         "benchmark": benchmark,
         "date": datetime.date.today().isoformat(),

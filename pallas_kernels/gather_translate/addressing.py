@@ -22,10 +22,12 @@ type Granularity = Literal["page", "token"]
 
 def divide(x: Int, by: int) -> jax.Array:
     """x // by for x >= 0; a shift where `by` is a power of two."""
-    x = jnp.asarray(x)
+    value = jnp.asarray(x)
+    if by == 1:
+        return value
     if by & (by - 1) == 0:
-        return lax.shift_right_logical(x, jnp.full_like(x, by.bit_length() - 1)) if by > 1 else x
-    return lax.div(x, jnp.full_like(x, by))
+        return lax.shift_right_logical(value, jnp.full_like(value, by.bit_length() - 1))
+    return lax.div(value, jnp.full_like(value, by))
 
 
 def remainder(x: Int, by: int) -> jax.Array:
@@ -111,9 +113,9 @@ def quad_columns(
     Group q of a row holds the ids at 4 * (indptr // 4 + q) to 3 further on, whose first may lie before the row.
     """
     first = 4 * quad - (indptr & 3)
-    return tuple(
-        divide(start + jnp.clip(nth, 0, jnp.maximum(length - 1, 0)), page_size) for nth in (first, first + 3)
-    )
+    last_live = jnp.maximum(length - 1, 0)
+    low, high = (divide(start + jnp.clip(nth, 0, last_live), page_size) for nth in (first, first + 3))
+    return low, high
 
 
 def quad_ids(
@@ -121,15 +123,15 @@ def quad_ids(
 ) -> tuple[list[jax.Array], list[jax.Array]]:
     """The four kernel-facing ids of a group, from the entries at its `quad_columns`, and which of them are live."""
     first = 4 * quad - (indptr & 3)
-    offset = remainder(
-        start + first + page_size, page_size
-    )  # a group may start up to 3 tokens before position 0
-    ids, live = [], []
+    # A group may start up to 3 tokens before position 0, hence the added page.
+    offset = remainder(start + first + page_size, page_size)
+    ids: list[jax.Array] = []
+    live: list[jax.Array] = []
     for e in range(4):
         crosses = offset + e >= page_size
         here, there = entries[0] * page_size, (entries[1] - 1) * page_size
         ids.append(jnp.where(crosses, there, here) + offset + e)
-        live.append((first + e >= 0) & (first + e < length))
+        live.append(jnp.logical_and(first + e >= 0, first + e < length))
     return ids, live
 
 

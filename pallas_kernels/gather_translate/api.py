@@ -285,11 +285,12 @@ def translate_write_locs(
     _check_page_size(name, page_size)
     _check_target(name, v2p, blocks_per_page)
     rank = _check_dcp(name, dcp_rank, dcp_size)
-    live = locs.shape[0] if live is None else live
+    if live is None:
+        live = locs.shape[0]
     if not isinstance(live, int):
-        live = jnp.asarray(live, jnp.int32)
-        if live.shape:
+        if live.ndim:
             raise ValueError(f"{name}: live has shape {list(live.shape)}, need a scalar count")
+        live = live.astype(jnp.int32)
     if locs.shape[0] == 0:
         return jnp.zeros((0,), jnp.int32)
     translate = implementations.run(name, WRITE_LOCS, implementation)
