@@ -6,7 +6,10 @@ f32 attention of sampled rows and heads first.
 """
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -21,19 +24,19 @@ NOPE, ROPE, V_WIDTH, RANK = 128, 64, 128, 512
 SCALE = (NOPE + ROPE) ** -0.5
 PAGE = 64
 TOLERANCE = 4e-3
+_TORCH = Lock()  # its choice of backend is a global setting
 
 # rows, width of a right-padded row, heads, lengths drawn from [width / 4, width]
 SHAPES = [
     (16, 4096, 32, False),
     (16, 4096, 32, True),
-    (4, 4096, 32, False),
     (1, 4096, 32, False),
     (1, 16384, 32, False),
     (64, 1024, 32, False),
     (8, 2048, 128, False),
 ]
 # rows, new tokens of each, cached tokens of each, heads
-EXTENSIONS = [(16, 64, 8192, 32), (16, 128, 8192, 32), (16, 256, 8192, 32), (4, 2048, 8192, 32)]
+EXTENSIONS = [(16, 64, 8192, 32), (16, 256, 8192, 32)]
 
 
 def draw(rows: int, width: int, heads: int, ragged: bool, seed: int = 0) -> dict[str, jax.Array]:
@@ -115,33 +118,49 @@ def torch_calls(peers: Any, x: dict[str, jax.Array], rows: int) -> dict[str, Cal
     return calls
 
 
-def bench_prefill(shape: tuple[int, int, int, bool], iters: int, peers: Any) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Problem:
+    """Candidates that were checked and compiled, and what a row of the results says about them."""
+
+    candidates: dict[str, Callable[[], Any]]
+    row: dict[str, Any]
+    flops: float | None = None
+    errors: dict[str, float] = field(default_factory=dict)
+
+    def measure(self, iters: int, peers: Any) -> dict[str, Any]:
+        times = timing.flat(timing.measure(self.candidates, iters, peers))
+        for name, t in times.items():
+            if self.flops is not None:
+                t["tflops"] = round(self.flops / t["us"] / 1e6, 1)
+            if name in self.errors:
+                t["error"] = float(f"{self.errors[name]:.3g}")
+        return {**self.row, "times": times}
+
+
+def prepare_prefill(shape: tuple[int, int, int, bool], peers: Any) -> Problem:
     rows, width, heads, ragged = shape
     x = draw(*shape)
-    row = Rows(x["start"], x["length"])
     call = jax.jit(partial(mla_prefill, sm_scale=SCALE, implementation="mosaic"))
     candidates = {
-        "mosaic": partial(call, x["q"], x["k_nope"], x["k_pe"], x["v"], row),
+        "mosaic": partial(call, x["q"], x["k_nope"], x["k_pe"], x["v"], Rows(x["start"], x["length"])),
         "cudnn": cudnn_call(x, rows),
     }
-    errors = {"mosaic": check("mosaic", candidates["mosaic"]()[0], x)}
     out = candidates["cudnn"]()
+    errors = {"mosaic": check("mosaic", candidates["mosaic"]()[0], x)}
     errors["cudnn"] = check("cudnn", out.reshape(-1, *out.shape[2:]), x)
     if peers is not None and not ragged:
-        for name, theirs in torch_calls(peers, x, rows).items():
-            out = peers.as_jax(theirs().transpose(1, 2).contiguous())
-            errors[name] = check(name, out.reshape(-1, *out.shape[2:]), x)
-            candidates[name] = theirs
+        with _TORCH:
+            for name, theirs in torch_calls(peers, x, rows).items():
+                out = peers.as_jax(theirs().transpose(1, 2).contiguous())
+                errors[name] = check(name, out.reshape(-1, *out.shape[2:]), x)
+                candidates[name] = theirs
     lengths = np.asarray(x["length"], np.float64)
     flops = 2 * (NOPE + ROPE + V_WIDTH) * float((lengths**2).sum()) / 2 * heads
-    times = timing.flat(timing.measure(candidates, iters, peers))
-    for name, t in times.items():
-        t["tflops"] = round(flops / t["us"] / 1e6, 1)
-        t["error"] = float(f"{errors[name]:.3g}")
-    return dict(operation="prefill", rows=rows, width=width, heads=heads, new_tokens=int(lengths.sum()), times=times)
+    row = dict(operation="prefill", rows=rows, width=width, heads=heads, new_tokens=int(lengths.sum()))
+    return Problem(candidates, row, flops, errors)
 
 
-def bench_extend(shape: tuple[int, int, int, int], iters: int, peers: Any) -> dict[str, Any]:
+def prepare_extend(shape: tuple[int, int, int, int], peers: Any) -> Problem:
     """Both forms of reading the prefix, on the same problem; each must agree with the other."""
     rows, new, cached, heads = shape
     x = draw(rows, new, heads, False)
@@ -154,31 +173,35 @@ def bench_extend(shape: tuple[int, int, int, int], iters: int, peers: Any) -> di
     source = PageTable(
         jnp.asarray(table), jnp.zeros(rows, jnp.int32), jnp.full(rows, cached, jnp.int32), page_size=PAGE
     )
+    # Unit-variance keys and values, as in `draw`.
     weights = [
-        jax.random.normal(jax.random.key(8 + i), (heads, 128, RANK), jnp.bfloat16) * RANK**-0.5 for i in range(2)
+        (jax.random.normal(jax.random.key(8 + i), (heads, 128, RANK)) * RANK**-0.5).astype(jnp.bfloat16)
+        for i in range(2)
     ]
+    new_rows = Rows(x["start"], x["length"])
     candidates: dict[str, Callable[[], Any]] = {}
     outs = {}
     for form in ("absorbed", "expanded"):
-        call = jax.jit(
-            partial(
-                mla_extend,
-                max_new=new,
-                kv_dtype=jnp.bfloat16,
-                row_width=RANK + ROPE,
-                sm_scale=SCALE,
-                prefix_form=form,
-            )
-        )
-        candidates[form] = partial(
-            call, x["q"], x["k_nope"], x["k_pe"], x["v"], Rows(x["start"], x["length"]), buffer, source, 0, *weights
-        )
+        call = jax.jit(partial(
+            mla_extend, max_new=new, kv_dtype=jnp.bfloat16, row_width=RANK + ROPE, sm_scale=SCALE, prefix_form=form
+        ))  # fmt: skip
+        arrays = x["q"], x["k_nope"], x["k_pe"], x["v"], new_rows, buffer, source, jnp.int32(0), *weights
+        candidates[form] = partial(call, *arrays)
         outs[form] = candidates[form]()[0].astype(jnp.float32)
     apart = float(jnp.linalg.norm(outs["absorbed"] - outs["expanded"]) / jnp.linalg.norm(outs["expanded"]))
-    if not apart <= 2e-2:
+    if not apart <= 3e-2:
         raise AssertionError(f"the two forms differ by {apart:.3g}")
-    times = timing.flat(timing.measure(candidates, iters, peers))
-    return dict(operation="extend", rows=rows, new=new, cached=cached, heads=heads, apart=float(f"{apart:.3g}"), times=times)
+    row = dict(operation="extend", rows=rows, new=new, cached=cached, heads=heads, apart=float(f"{apart:.3g}"))
+    return Problem(candidates, row)
+
+
+def prepare(quick: bool, peers: Any) -> list[Problem]:
+    """All problems, compiled side by side."""
+    jobs = [(prepare_prefill, shape) for shape in SHAPES] + [(prepare_extend, shape) for shape in EXTENSIONS]
+    if quick:
+        jobs = [jobs[0], jobs[len(SHAPES)]]
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(lambda job: job[0](job[1], peers), jobs))
 
 
 def show(row: dict[str, Any]) -> None:
@@ -194,8 +217,7 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     peers = timing.load_peers(options.peers)
     rows: list[dict[str, Any]] = []
-    for shapes, bench in ((SHAPES, bench_prefill), (EXTENSIONS, bench_extend)):
-        for shape in shapes[:1] if options.quick else shapes:
-            rows.append(bench(shape, options.iters, peers))
-            show(rows[-1])
-            timing.write(options.json, timing.record("mla_prefill", rows, peers))
+    for problem in prepare(options.quick, peers):
+        rows.append(problem.measure(options.iters, peers))
+        show(rows[-1])
+    timing.write(options.json, timing.record("mla_prefill", rows, peers))

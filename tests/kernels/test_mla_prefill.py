@@ -169,7 +169,16 @@ class Chunk:
     def run(self, implementation, decoder, form, delivery="table", case=None):
         case = case or self.case
         options = {name: case.options[name] for name in ("kv_dtype", "row_width")}
-        out, lse = mla_extend(
+        extend = partial(
+            mla_extend,
+            max_new=int(self.prefill.length.max()),
+            sm_scale=self.prefill.sm_scale,
+            prefix_form=form,
+            implementation=implementation,
+            decode_implementation=decoder,
+            **options,
+        )
+        out, lse = jax.jit(extend)(
             *self.prefill.arrays,
             self.prefill.rows,
             jnp.asarray(case.pool),
@@ -177,12 +186,6 @@ class Chunk:
             case.block_offset,
             jnp.asarray(self.w_uk),
             jnp.asarray(self.w_uv),
-            max_new=int(self.prefill.length.max()),
-            sm_scale=self.prefill.sm_scale,
-            prefix_form=form,
-            implementation=implementation,
-            decode_implementation=decoder,
-            **options,
         )
         assert out.dtype == self.prefill.q.dtype
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
