@@ -28,7 +28,7 @@ class _Parser(argparse.ArgumentParser):
 
 def size(text: str) -> int:
     """Bytes: a number with an optional binary unit (K, M, G, T; KiB and the like are understood)."""
-    digits = text.strip().upper().removesuffix("IB") if text.strip().upper().endswith("IB") else text.strip().upper()
+    digits = text.strip().upper().removesuffix("IB")
     unit = digits[-1:] if digits[-1:].isalpha() else ""
     try:
         value = float(digits.removesuffix(unit)) * UNITS[unit]
@@ -55,14 +55,22 @@ def use_compile_cache(where: str | None) -> Path | None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"compile cache {path}: {error.strerror}; give another with --compile-cache, or off") from error
+        raise ValueError(
+            f"compile cache {path}: {error.strerror}; give another with --compile-cache, or off"
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     return path
 
 
 def _layout(
-    specs: "tuple[Spec, ...]", kind: str, pool_bytes: int | None, tokens: list[int], page_size: int, rows: int, longest: int
+    specs: "tuple[Spec, ...]",
+    kind: str,
+    pool_bytes: int | None,
+    tokens: list[int],
+    page_size: int,
+    rows: int,
+    longest: int,
 ) -> "PoolLayout":
     """The pool for requests of these `tokens`; without a byte budget the smallest that holds the `rows` longest at once."""
     from ukv_jax.layout import StaticLayout, UnifiedLayout
@@ -73,12 +81,16 @@ def _layout(
     if pool_bytes is not None:
         if kind == "unified":
             return UnifiedLayout.from_bytes(specs, total_bytes=pool_bytes, **sizes)
-        return StaticLayout.from_bytes(specs, total_bytes=pool_bytes, mean_tokens=sum(tokens) / len(tokens), **sizes)
+        return StaticLayout.from_bytes(
+            specs, total_bytes=pool_bytes, mean_tokens=sum(tokens) / len(tokens), **sizes
+        )
     pages = sum(-(-n // page_size) for n in sorted(tokens)[-rows:])
     pages = max(pages, -(-longest // page_size))
     if kind == "unified":
         return UnifiedLayout.from_tokens(specs, tokens=pages * page_size, requests=rows, **sizes)
-    return StaticLayout.from_pages(specs, pages={s.name: rows if s.name == "state" else pages for s in specs}, **sizes)
+    return StaticLayout.from_pages(
+        specs, pages={s.name: rows if s.name == "state" else pages for s in specs}, **sizes
+    )
 
 
 def _prompts(args: argparse.Namespace) -> list[str | list[int]]:
@@ -115,7 +127,9 @@ def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int, str], N
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=Console(stderr=True)) as bar:
+    with Progress(
+        *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=Console(stderr=True)
+    ) as bar:
         task = bar.add_task(label, total=total, note="")
         yield lambda done, note="": bar.update(task, completed=done, note=note)
 
@@ -147,7 +161,9 @@ def generate(args: argparse.Namespace) -> int:
     tokens = [len(p) + args.max_new_tokens for p in ids]
     rows = args.max_requests or min(len(ids), 64)
     longest = args.context or max(tokens)
-    layout = _layout(cache_specs(config, dtype), args.pool, args.pool_bytes, tokens, args.page_size, rows, longest)
+    layout = _layout(
+        cache_specs(config, dtype), args.pool, args.pool_bytes, tokens, args.page_size, rows, longest
+    )
     model = replace(model, params=Model.load(args.model, dtype=args.dtype).params)
 
     engine = Engine(
@@ -172,7 +188,11 @@ def generate(args: argparse.Namespace) -> int:
         out = [{"prompt": p, **asdict(r)} for p, r in zip(prompts, results)]
         pool = {"kind": args.pool, "bytes": layout.total_bytes, "page_size": layout.page_size}
         pool |= {"pages": {s.name: s.num_pages - s.first_page for s in layout.subpools}}
-        run = {"steps": engine.decode_steps, "requests_at_once": engine.peak_requests, "seconds": round(seconds, 3)}
+        run = {
+            "steps": engine.decode_steps,
+            "requests_at_once": engine.peak_requests,
+            "seconds": round(seconds, 3),
+        }
         print(json.dumps({"results": out, "pool": pool, "run": run}, ensure_ascii=False))
     else:
         for i, (prompt, r) in enumerate(zip(prompts, results)):
@@ -202,17 +222,22 @@ def compare(args: argparse.Namespace) -> int:
     width = min(args.context, max(len(text), 2))
     specs = cache_specs(config, dtype)
     layouts = [
-        _layout(specs, kind, None, [width] * rows, args.page_size, rows, width) for kind in ("unified", "static")
+        _layout(specs, kind, None, [width] * rows, args.page_size, rows, width)
+        for kind in ("unified", "static")
     ]
     model = Model.load(args.model, dtype=args.dtype)
     with _bar("comparing", len(text), sys.stderr.isatty() and not args.json) as advance:
         options = dict(chunk=args.chunk, delivery=args.delivery, implementation=args.implementation)
-        result = run(model, (layouts[0], layouts[1]), text, on_progress=lambda n, _: advance(n, ""), **options)
+        result = run(
+            model, (layouts[0], layouts[1]), text, on_progress=lambda n, _: advance(n, ""), **options
+        )
     if args.json:
         unified, static = result.perplexity
         print(json.dumps(asdict(result) | {"perplexity": {"unified": unified, "static": static}}))
         return 0
-    print(f"{result.tokens} predictions, {rows} requests of up to {width} tokens side by side, {args.chunk} tokens a step")
+    print(
+        f"{result.tokens} predictions, {rows} requests of up to {width} tokens side by side, {args.chunk} tokens a step"
+    )
     print(f"perplexity: unified {result.perplexity[0]:.6f}, static {result.perplexity[1]:.6f}")
     same = "bit-identical" if result.identical else f"differ by at most {result.max_difference:.3g}"
     print(f"next token agrees at {result.agreement:.4%} of positions; logits {same}")
@@ -228,7 +253,9 @@ def demo(args: argparse.Namespace) -> int:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError("the demo draws a picture: pip install matplotlib (extra 'plot')") from None
-    summary = show.run(Path(args.model) if args.model else show.CHECKPOINT, Path(args.picture), Console(highlight=False))
+    summary = show.run(
+        Path(args.model) if args.model else show.CHECKPOINT, Path(args.picture), Console(highlight=False)
+    )
     print(json.dumps(summary))
     return 0
 
@@ -248,10 +275,23 @@ def _parser() -> argparse.ArgumentParser:
         return sub
 
     def kernels(sub: argparse.ArgumentParser) -> None:
-        sub.add_argument("--page-size", type=int, default=64, help="tokens a page (64; what a kernel refuses it says)")
-        sub.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's")
-        sub.add_argument("--delivery", choices=("table", "stream", "virtual"), default="table", help="addresses for attention")
-        sub.add_argument("--implementation", choices=("mosaic", "triton", "xla"), help="attention kernel (default: the best)")
+        sub.add_argument(
+            "--page-size", type=int, default=64, help="tokens a page (64; what a kernel refuses it says)"
+        )
+        sub.add_argument(
+            "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
+        )
+        sub.add_argument(
+            "--delivery",
+            choices=("table", "stream", "virtual"),
+            default="table",
+            help="addresses for attention",
+        )
+        sub.add_argument(
+            "--implementation",
+            choices=("mosaic", "triton", "xla"),
+            help="attention kernel (default: the best)",
+        )
         sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
     g = command("generate", generate, "Generate text from a Hugging Face checkpoint directory.")
@@ -269,13 +309,24 @@ def _parser() -> argparse.ArgumentParser:
     g.add_argument("--stop-id", action="append", type=int, metavar="ID")
     g.add_argument("--ignore-eos", action="store_true")
     g.add_argument("--pool", choices=("unified", "static"), default="unified")
-    g.add_argument("--pool-bytes", type=size, metavar="SIZE", help="such as 512M or 20G (default: all requests fit at once)")
+    g.add_argument(
+        "--pool-bytes",
+        type=size,
+        metavar="SIZE",
+        help="such as 512M or 20G (default: all requests fit at once)",
+    )
     g.add_argument("--max-requests", type=int, help="that decode side by side (default: all, 64 at most)")
     g.add_argument("--context", type=int, help="longest request in tokens (default: the longest one given)")
-    g.add_argument("--headroom", type=int, default=0, help="tokens beyond the prompt that must have room at admission")
+    g.add_argument(
+        "--headroom", type=int, default=0, help="tokens beyond the prompt that must have room at admission"
+    )
     kernels(g)
 
-    c = command("compare", compare, "Perplexity and next-token agreement of a unified pool and a static split, teacher forced.")
+    c = command(
+        "compare",
+        compare,
+        "Perplexity and next-token agreement of a unified pool and a static split, teacher forced.",
+    )
     c.add_argument("--model", required=True, metavar="DIR")
     c.add_argument("--text", required=True, metavar="FILE")
     c.add_argument("--context", type=int, default=1024, help="tokens of one request (1024)")
@@ -283,9 +334,15 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--chunk", type=int, default=64, help="tokens a step (64); 1 takes the decode path")
     kernels(c)
 
-    d = command("demo", demo, "A skewed set of requests from one shared pool and from a static split of as many bytes.")
+    d = command(
+        "demo",
+        demo,
+        "A skewed set of requests from one shared pool and from a static split of as many bytes.",
+    )
     d.add_argument("--model", metavar="DIR", help="default: the tiny checkpoint of this repository")
-    d.add_argument("--picture", default="build/occupancy.png", metavar="PNG", help="where it goes (build/occupancy.png)")
+    d.add_argument(
+        "--picture", default="build/occupancy.png", metavar="PNG", help="where it goes (build/occupancy.png)"
+    )
     return parser
 
 

@@ -55,7 +55,9 @@ def _compare(a, b, targets):
     target = jnp.maximum(targets, 0)[..., None]
 
     def nll(logits):
-        return -jnp.sum(jnp.where(valid, jnp.take_along_axis(jax.nn.log_softmax(logits), target, -1)[..., 0], 0))
+        return -jnp.sum(
+            jnp.where(valid, jnp.take_along_axis(jax.nn.log_softmax(logits), target, -1)[..., 0], 0)
+        )
 
     agree = jnp.sum(valid & (jnp.argmax(a, -1) == jnp.argmax(b, -1)))
     difference = jnp.max(jnp.where(valid[..., None], jnp.abs(a - b), 0))
@@ -93,7 +95,9 @@ def compare(
     if len(text) < 2:
         raise ValueError(f"a text of at least 2 tokens is wanted, got {len(text)}")
     if not (min(text) >= 0 and max(text) < vocab):
-        raise ValueError(f"token ids of the text lie in [{min(text)}, {max(text)}], the vocabulary is [0, {vocab})")
+        raise ValueError(
+            f"token ids of the text lie in [{min(text)}, {max(text)}], the vocabulary is [0, {vocab})"
+        )
     states = [pool.init(layout) for layout in layouts]
     run = _chunk_logits(model.config, model.experts, chunk, delivery, implementation)
     release = jax.jit(lambda s, r: requests.release(s, r)[0], donate_argnums=0)
@@ -112,7 +116,9 @@ def compare(
             for k in range(2):
                 states[k], out, fits = run(model.params, states[k], lanes, np.maximum(tokens, 0), new_len)
                 if not bool(fits):
-                    raise ValueError(f"a pool of {layouts[k].total_bytes} bytes cannot hold {rows} requests of {width} tokens")
+                    raise ValueError(
+                        f"a pool of {layouts[k].total_bytes} bytes cannot hold {rows} requests of {width} tokens"
+                    )
                 logits.append(out)
             *parts, difference, equal = jax.device_get(_compare(*logits, padded[:, at + 1 : at + chunk + 1]))
             sums += np.array(parts, float)

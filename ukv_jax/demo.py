@@ -98,7 +98,9 @@ def run(checkpoint: Path, picture: Path, console: Console) -> dict[str, object]:
 
     def engine(layout: PoolLayout) -> Engine:
         longest = max(r.sampling.max_new_tokens for r in requests)
-        e = Engine(model, layout, max_new_tokens=longest, prefill_lanes=2, prefill_chunk=128, headroom=PAGE_SIZE)
+        e = Engine(
+            model, layout, max_new_tokens=longest, prefill_lanes=2, prefill_chunk=128, headroom=PAGE_SIZE
+        )
         e.compile()
         return e
 
@@ -175,6 +177,7 @@ def draw(engines: list[Engine], path: Path) -> None:
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
 
     figure, axes = plt.subplots(
         3, 1, figsize=(9, 7.2), sharex=True, height_ratios=(3, 3, 1.7), layout="constrained"
@@ -183,14 +186,22 @@ def draw(engines: list[Engine], path: Path) -> None:
     names = ("one shared pool", "static split")
     for ax, e, trace, name in zip(axes, engines, traces, names):
         _draw_pool(ax, e.layout, trace)
-        ax.set_title(f"{name}: at most {e.peak_requests} requests at once", loc="left", fontsize=10, weight="bold")
+        title = f"{name}: at most {e.peak_requests} requests at once, all done after {e.decode_steps} steps"
+        ax.set_title(title, loc="left", fontsize=10, weight="bold")
     for trace, name, colour in zip(traces, names, ("#222222", "#999999")):
         axes[2].step(range(len(trace.active)), trace.active, where="post", color=colour, label=name, lw=1.6)
     axes[2].set_ylim(bottom=0)
     axes[2].set(xlabel="decode step", ylabel="requests\ndecoding", xmargin=0)
     axes[2].legend(frameon=False, fontsize=8, loc="upper right", ncols=2)
     handles = {h.get_label(): h for ax in axes[:2] for h in ax.get_legend_handles_labels()[0]}
-    figure.legend(handles=list(handles.values()), loc="outside upper right", ncols=len(handles), frameon=False, fontsize=9)
+    handles["free"] = Patch(color=FREE_COLOUR, label="free")
+    figure.legend(
+        handles=list(handles.values()),
+        loc="outside upper right",
+        ncols=len(handles),
+        frameon=False,
+        fontsize=9,
+    )
     for ax in axes:
         ax.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)

@@ -203,7 +203,9 @@ def _functions(
 
     def admit(state, gen, rows, target_len, fresh, wishes):
         # A window's older pages pay for the next chunk.
-        state, _ = requests.release_window(state, max_pages=rows.shape[0] * chunk_pages + state.layout.max_requests)
+        state, _ = requests.release_window(
+            state, max_pages=rows.shape[0] * chunk_pages + state.layout.max_requests
+        )
         state, reserved = loop.admit(state, rows, target_len, pages_per_row=state.layout.max_pages)
         gen = loop.enroll(gen, jnp.where(reserved.granted & fresh, rows, -1), **wishes._asdict())
         return state, gen, reserved.granted
@@ -217,7 +219,9 @@ def _functions(
     return _Functions(
         jax.jit(admit, donate_argnums=(0, 1)),
         jax.jit(partial(loop.prefill_chunk, forward, **options), donate_argnums=(1, 2)),
-        jax.jit(partial(loop.decode_loop, forward, history_len=history_len, **options), donate_argnums=(1, 2)),
+        jax.jit(
+            partial(loop.decode_loop, forward, history_len=history_len, **options), donate_argnums=(1, 2)
+        ),
         jax.jit(release, donate_argnums=(0, 1)),
     )
 
@@ -271,8 +275,8 @@ class Engine:
         self.peak_requests = 0
         self.decode_steps, self.decode_seconds = 0, 0.0
 
-    def compile(self) -> None:
-        """Compiles everything now, side by side, instead of at first use."""
+    def compile(self, options: dict[str, str | bool] | None = None) -> None:
+        """Compiles everything now, side by side, instead of at first use. options: XLA's, as `jax.jit` takes them."""
         idle, zeros = np.full(self.lanes, -1, np.int32), np.zeros(self.lanes, np.int32)
         tokens = np.zeros((self.lanes, self.chunk), np.int32)
         params, state, gen = self.model.params, self.state, self.gen
@@ -284,7 +288,10 @@ class Engine:
         )
         # XLA compiles outside the interpreter's lock.
         with ThreadPoolExecutor(len(arguments)) as threads:
-            jobs = [threads.submit(lambda f, a: f.lower(*a).compile(), *pair) for pair in zip(self._jit, arguments)]
+            jobs = [
+                threads.submit(lambda f, a: f.lower(*a).compile(compiler_options=options), *pair)
+                for pair in zip(self._jit, arguments)
+            ]
         self._jit = _Functions(*(job.result() for job in jobs))
 
     def trace(self) -> Trace:
@@ -360,13 +367,17 @@ class Engine:
         return np.asarray(granted)
 
     def _prefill(self, rows, tokens, new_len, last) -> None:
-        self.state, self.gen = self._jit.prefill(self.model.params, self.state, self.gen, rows, tokens, new_len, last)
+        self.state, self.gen = self._jit.prefill(
+            self.model.params, self.state, self.gen, rows, tokens, new_len, last
+        )
 
     def _decode(self, steps: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, loop.LoopResult]:
         """Decodes, and reads made, finish, stalls and the loop's result."""
         jax.block_until_ready(self.state.buffer)  # so that the clock counts decode steps alone
         begin = time.perf_counter()
-        self.state, self.gen, result = self._jit.decode(self.model.params, self.state, self.gen, np.int32(steps))
+        self.state, self.gen, result = self._jit.decode(
+            self.model.params, self.state, self.gen, np.int32(steps)
+        )
         read = jax.device_get((self.gen.made, self.gen.finish, self.gen.stalls, result))
         self.decode_seconds += time.perf_counter() - begin
         result = read[-1]
@@ -473,7 +484,8 @@ class _Session:
             length, sampling = len(self.prompts[r.request]), self.wishes[r.request]
             end = length + min(e.headroom, sampling.max_new_tokens - 1)
             if e.layout.windows and r.prefilled + e.chunk < length:
-                end = r.prefilled + e.chunk  # chunk by chunk: the window's pages of the whole prompt might not fit
+                # Chunk by chunk: the window's pages of the whole prompt might not fit.
+                end = r.prefilled + e.chunk
             rows[lane], target[lane], wishes[lane] = r.row, end, sampling
         is_fresh = np.array([lane < len(lanes) and lanes[lane] in fresh for lane in range(e.lanes)])
         return e._reserve(rows, target, is_fresh, wishes)[: len(lanes)]
