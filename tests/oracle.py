@@ -21,7 +21,9 @@ class Row:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     length: int = 0
-    first: dict[str, int] = field(default_factory=dict)  # of each window: the first column that it still holds
+    first: dict[str, int] = field(
+        default_factory=dict
+    )  # of each window: the first column that it still holds
 
 
 @dataclass
@@ -52,7 +54,10 @@ def fits(layout: PoolLayout, now: list[Band], demand: list[int]) -> bool:
         if s.owns_ids and d > b.free_ids:
             return False
     if not isinstance(layout, UnifiedLayout):
-        return all(s.owns_ids or max(d - b.holes, 0) <= s.num_pages - b.high for s, b, d in zip(layout.subpools, now, demand))
+        return all(
+            s.owns_ids or max(d - b.holes, 0) <= s.num_pages - b.high
+            for s, b, d in zip(layout.subpools, now, demand)
+        )
     extra = [max(d - b.holes, 0) for b, d in zip(now, demand)]
     first, last = layout.subpools[0], layout.subpools[-1]
     edge = (now[0].high + extra[0]) * first.page_bytes
@@ -100,7 +105,9 @@ class Oracle:
         self.reset()
 
     def reset(self) -> None:
-        self.rows = [Row(first={s.name: 0 for s in self.layout.windows}) for _ in range(self.layout.max_requests)]
+        self.rows = [
+            Row(first={s.name: 0 for s in self.layout.windows}) for _ in range(self.layout.max_requests)
+        ]
         self.writer: dict[int, int] = {}
 
     # What follows from the rows.
@@ -160,7 +167,9 @@ class Oracle:
             if not pages and not slots:
                 outcome[lane] = (0, 0)
                 continue
-            short = short or not fits(self.layout, now, self._demand(total_pages + pages, total_slots + slots))
+            short = short or not fits(
+                self.layout, now, self._demand(total_pages + pages, total_slots + slots)
+            )
             if short:
                 outcome[lane] = "refused"
                 continue
@@ -328,7 +337,9 @@ class Oracle:
         slots, length, first = np.asarray(r.slots), np.asarray(r.seq_len), np.asarray(r.window_first)
         for i, row in enumerate(self.rows):
             seen = (int(status[i]), pages[i, : count[i]].tolist(), int(slots[i]), int(length[i]))
-            assert seen == (row.status, row.pages, row.slot, row.length), f"request {i}: {seen}, expected {row}"
+            assert seen == (row.status, row.pages, row.slot, row.length), (
+                f"request {i}: {seen}, expected {row}"
+            )
             windows = {s.name: int(first[w, i]) for w, s in enumerate(self.layout.windows)}
             assert windows == row.first, f"request {i}: windows begin at {windows}, expected {row.first}"
         for spec, pool in zip(self.layout.subpools, state.subpools):

@@ -129,8 +129,8 @@ def describe(state: PoolState) -> str:
                 str(o.live_pages),
                 str(o.hole_pages),
                 ids,
+                f"[{o.low:,}, {o.high:,})",
             )
-            + (f"[{o.low:,}, {o.high:,})",)
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
     lines = []
@@ -251,7 +251,15 @@ def plot_strip(
         cells = np.flatnonzero(s.subpool == i)
         if cells.size:
             low, high = s.edges[cells[0]] / scale, s.edges[cells[-1] + 1] / scale
-            ax.plot([low, high], [1.06, 1.06], color="0.25", lw=1.5, clip_on=False, solid_capstyle="butt")
+            inset = min(0.002 * state.layout.total_bytes / scale, (high - low) / 4)  # neighbours stay apart
+            ax.plot(
+                [low + inset, high - inset],
+                [1.06, 1.06],
+                color="0.25",
+                lw=1.5,
+                clip_on=False,
+                solid_capstyle="butt",
+            )
             ax.text((low + high) / 2, 1.12, name, ha="center", va="bottom", fontsize=9)
     handles = [Patch(color=HOLE_COLOUR, label="hole"), Patch(color=RESERVED_COLOUR, label="reserved")]
     handles.append(Patch(facecolor="white", edgecolor="0.6", label="free"))

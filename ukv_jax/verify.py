@@ -87,12 +87,10 @@ def _maps(spec: SubPool, pool: dict[str, np.ndarray]) -> list[str]:
         return wrong
     virtual = np.flatnonzero(v2p[:-1] > 0)
     astray = virtual[p2v[v2p[virtual]] != virtual]
-    for v in astray[:SHOWN]:
-        wrong.append(f"v2p[{v}] = {v2p[v]}, but p2v[{v2p[v]}] = {p2v[v2p[v]]}")
+    wrong += [f"v2p[{v}] = {v2p[v]}, but p2v[{v2p[v]}] = {p2v[v2p[v]]}" for v in astray[:SHOWN]]
     physical = np.flatnonzero(p2v[:-1] > 0)
     astray = physical[v2p[p2v[physical]] != physical]
-    for p in astray[:SHOWN]:
-        wrong.append(f"p2v[{p}] = {p2v[p]}, but v2p[{p2v[p]}] = {v2p[p2v[p]]}")
+    wrong += [f"p2v[{p}] = {p2v[p]}, but v2p[{p2v[p]}] = {v2p[p2v[p]]}" for p in astray[:SHOWN]]
     return wrong
 
 
@@ -252,8 +250,10 @@ def _requests(state: PoolState) -> list[str]:
             continue
         holders = np.bincount(ids, minlength=spec.num_virtual)
         refs = np.asarray(pool.refs)
-        for v in np.flatnonzero(holders != refs)[:SHOWN]:
-            wrong.append(f"{spec.name}: refs[{v}] is {refs[v]}, {holders[v]} requests hold the page")
+        wrong += [
+            f"{spec.name}: refs[{v}] is {refs[v]}, {holders[v]} requests hold the page"
+            for v in np.flatnonzero(holders != refs)[:SHOWN]
+        ]
     repeated = [b for b in range(layout.max_requests) if len(set(pages[b, : count[b]].tolist())) < count[b]]
     if repeated:
         wrong.append(f"requests {_some(repeated)} hold a page twice")

@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from ukv_jax import chain, compaction, pool, requests, verify
-from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, StatePart, StateSpec, StaticLayout, SubPool, UnifiedLayout
+from ukv_jax.layout import (
+    KVSpec,
+    MLASpec,
+    PoolLayout,
+    StatePart,
+    StateSpec,
+    StaticLayout,
+    SubPool,
+    UnifiedLayout,
+)
 from ukv_jax.pool import ACTIVE, PoolState
 
 PAGE_SIZE = 4
@@ -24,7 +33,9 @@ WINDOW_PAGES = 3
 
 MLA = MLASpec(num_layers=2, kv_lora_rank=8, qk_rope_head_dim=4)  # 192 bytes a page
 # Blocks of 12 and 64 bytes: the second part begins at 128 instead of 72, and the envelope is 384 instead of 256.
-STATE = StateSpec((StatePart("conv", 2, 3, (6,), "bfloat16"), StatePart("recurrent", 2, 1, (4, 4), "float32")))
+STATE = StateSpec(
+    (StatePart("conv", 2, 3, (6,), "bfloat16"), StatePart("recurrent", 2, 1, (4, 4), "float32"))
+)
 FULL = KVSpec(num_layers=1, num_kv_heads=1, head_dim=10)  # 160
 FULL_WIDE = KVSpec(num_layers=1, num_kv_heads=2, head_dim=4, v_head_dim=6, dtype="float32")  # 320
 SWA = KVSpec(num_layers=2, num_kv_heads=1, head_dim=4, window=7, name="swa")  # 128
@@ -128,7 +139,11 @@ class Operations:
 
         self.reserve = jit(reserve)
         self.append = jit(functools.partial(requests.append, max_tokens=APPEND_TOKENS))
-        self.park, self.resume, self.mark_release = jit(requests.park), jit(requests.resume), jit(requests.mark_release)
+        self.park, self.resume, self.mark_release = (
+            jit(requests.park),
+            jit(requests.resume),
+            jit(requests.mark_release),
+        )
         self.release = jit(requests.release)
         self.release_pending = jit(functools.partial(requests.release_pending, max_pages=RELEASE_PAGES))
         self.attach = jit(requests.attach)
@@ -140,18 +155,23 @@ class Operations:
         for s in layout.subpools:
             one = functools.partial(compaction.compact, name=s.name, max_bytes=s.page_bytes)
             self.compact[s.name, False] = jit(one)
-            self.compact[s.name, True] = jit(functools.partial(compaction.compact, name=s.name, complete=True))
+            self.compact[s.name, True] = jit(
+                functools.partial(compaction.compact, name=s.name, complete=True)
+            )
         for s in self.floats:
             for side in ("low", "high"):
                 slide = functools.partial(compaction.make_room, max_bytes=2 * s.page_bytes)
-                self.make_room[s.name, side] = jit(lambda state, n, f=slide, name=s.name, side=side: f(state, name, side, n))
+                self.make_room[s.name, side] = jit(
+                    lambda state, n, f=slide, name=s.name, side=side: f(state, name, side, n)
+                )
         self.names = [(s.name,) for s in layout.subpools]
         if len(layout.subpools) > 1:
             self.names.append(tuple(s.name for s in layout.subpools if not s.is_state))
 
         def capacities(state):
             return [
-                [requests.capacity(state, *names, after_compaction=after) for after in (False, True)] for names in self.names
+                [requests.capacity(state, *names, after_compaction=after) for after in (False, True)]
+                for names in self.names
             ]
 
         self.capacities = jit(capacities)

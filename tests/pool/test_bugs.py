@@ -57,7 +57,7 @@ def test_capped_compaction_near_full_leaves_no_ghosts(name):
         state, _ = do.compact["full", False](state)
         verify.check(state)
         contents.check(state)
-        state, out, _ = do.reserve(state, lanes(n % 2 * 2), lengths(4 * (n + 1)))
+        state, _, _ = do.reserve(state, lanes(n % 2 * 2), lengths(4 * (n + 1)))
         state = contents.follow(state)
         verify.check(state)
         if n % 5 == 4:
@@ -99,20 +99,27 @@ def test_holes_of_a_neighbour_count_only_while_moves_are_allowed():
     name = "state_swa_full"
     state, _, do = filled(name)
     state, _ = do.release(state, lanes(0, 1))
-    now, after = (int(requests.capacity(state, "state", "swa", "full", after_compaction=a)) for a in (False, True))
+    now, after = (
+        int(requests.capacity(state, "state", "swa", "full", after_compaction=a)) for a in (False, True)
+    )
     held, held_after = (
-        int(requests.capacity(do.hold(state), "state", "swa", "full", after_compaction=a)) for a in (False, True)
+        int(requests.capacity(do.hold(state), "state", "swa", "full", after_compaction=a))
+        for a in (False, True)
     )
     assert now <= after
     alone = int(requests.capacity(state, "swa", after_compaction=True))
     assert alone > int(requests.capacity(state, "swa")), "the full sub-pool has holes to give"
     assert held == held_after == now
-    assert int(requests.capacity(do.hold(state), "swa", after_compaction=True)) == int(requests.capacity(state, "swa"))
+    assert int(requests.capacity(do.hold(state), "swa", after_compaction=True)) == int(
+        requests.capacity(state, "swa")
+    )
 
 
 def test_move_bound_below_a_page_is_an_error():
     state = pool.init(LAYOUTS["mla"])
-    with pytest.raises(ValueError, match="191 bytes a call move no page of sub-pool 'full': one has 192 bytes"):
+    with pytest.raises(
+        ValueError, match="191 bytes a call move no page of sub-pool 'full': one has 192 bytes"
+    ):
         compaction.compact(state, "full", max_bytes=191)
 
 
@@ -187,9 +194,11 @@ def test_a_float_grows_on_the_side_with_the_larger_gap():
 @pytest.mark.parametrize(
     "side, pages, moves",
     [
-        ("low", 6, {5: 20, 6: 12}),  # pages 5 and 7 must leave [3, 9): into hole 12, then beyond the band
-        ("low", 2, {}),  # already open
-        ("high", 14, {8: 12, 7: 10}),
+        ("low", 6, {5, 6}),  # physical pages 5 and 7 must leave [3, 9)
+        ("low", 2, set()),  # already open
+        ("high", 14, {8}),  # page 19 must leave [18, 32)
+        ("high", 15, {7, 8}),
+        ("high", 12, set()),
     ],
 )
 def test_slides(side, pages, moves):
@@ -198,9 +207,7 @@ def test_slides(side, pages, moves):
     state = even_state(live, (5, 20))
     contents = Contents(EVEN)
     state = contents.follow(state)
-    after, room = compaction.make_room(state, "swa", side, pages * 64, unit=64) if False else compaction.make_room(
-        state, "swa", side, pages, unit=64
-    )
+    after, room = compaction.make_room(state, "swa", side, pages, unit=64)
     verify.check(after)
     contents.check(after)
     assert bool(room.done)
@@ -208,7 +215,7 @@ def test_slides(side, pages, moves):
     p = after.subpool("swa")
     assert (int(p.low) - 3 if side == "low" else 32 - int(p.high)) >= pages
     now = placed(after, "swa")
-    assert {v for v in live if now[v] != live[v]} == set(moves)
+    assert {v for v in live if now[v] != live[v]} == moves
     sources, targets = {live[v] for v in moves}, {now[v] for v in moves}
     assert not sources & targets
 
@@ -230,14 +237,14 @@ def test_a_bounded_slide_is_finished_by_later_calls():
     state = even_state({5: 5, 6: 7, 7: 17, 8: 19}, (5, 20))
     contents = Contents(EVEN)
     state = contents.follow(state)
-    for n in range(1, 9):
+    done = []
+    while not any(done):
         state, room = compaction.make_room(state, "swa", "high", 25, unit=64, max_bytes=64)
         verify.check(state)
         contents.check(state)
-        assert int(room.moved) <= 1
-        if bool(room.done):
-            break
-    assert n == 4
+        assert int(room.moved) == 1
+        done.append(bool(room.done))
+    assert done == [False, False, True]  # pages 19, 17 and 7 leave; page 5 may stay
     assert (int(state.subpool("swa").low), int(state.subpool("swa").high)) == (3, 7)
 
 
@@ -267,39 +274,47 @@ def test_shortage_compacts_the_neighbour_not_the_one_that_is_short():
 
 def test_ids_run_out_before_pages():
     name = "mla_state_dcp"
-    state, _, do = filled(name, rows=3)
-    assert int(state.subpool("full").free_count) == 10 - 6
-    state, out, ready = do.reserve(state, lanes(3, 4, 0), lengths(32, 8, 16))
-    assert out.granted.tolist() == ready.tolist() == [True, False, True, False]
-    assert out.refused.tolist() == [False, True, False, False]
+    state, _, do = filled(name, rows=1)
+    assert int(state.subpool("full").free_count) == 10 - 2
+    state, out, ready = do.reserve(state, lanes(3, 0), lengths(32, 48))
+    assert out.granted.tolist() == ready.tolist() == [True, True, False, False]
     assert int(state.subpool("full").free_count) == 0
-    b = bands(state)
-    assert b[1].low * 192 - b[0].high * 384 >= 192, "there was a page left"
+    slots, full = bands(state)
+    assert full.low * 192 - slots.high * 384 >= 2 * 192, "pages are left"
+    state, out, ready = do.reserve(state, lanes(3, 0), lengths(40, 48))
+    assert ready.tolist() == out.granted.tolist() == [False, True, False, False]
+    assert out.refused.tolist() == [True, False, False, False]
     verify.check(state)
 
 
 def test_pages_run_out_before_ids():
     state, _, do = filled("state_swa_full", rows=4, tokens=16)
     state, out, _ = do.reserve(state, lanes(4, 5), lengths(16, 16))
-    assert out.refused.tolist() == [False, True, False, False] or out.refused.tolist() == [True, True, False, False]
+    assert out.refused.tolist() == [False, True, False, False] or out.refused.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
     assert int(state.subpool("full").free_count) > 0
     verify.check(state)
 
 
 def test_window_ids_outlive_their_page_count():
-    """A window sub-pool with fewer pages than there are ids, and enough churn that every id comes up."""
+    """A window sub-pool with fewer pages than its owner has ids: ids beyond its pages come up once windows have moved on."""
     layout, do = LAYOUTS["static"], operations("static")
     assert layout["swa"].num_pages < layout.full.num_virtual
     state, contents, seen = pool.init(layout), Contents(layout), set()
-    for n in range(24):
-        row = n % 3
-        state, _ = do.release(state, lanes(row)) if n >= 3 else (state, None)
-        state, out, _ = do.reserve(state, lanes(row), lengths((n % 2 + 1) * 4))
-        assert bool(out.granted[0])
-        state = contents.follow(state)
-        verify.check(state)
-        contents.check(state)
-        seen |= set(placed(state, "swa"))
+    for row in (0, 1):
+        for target in range(4, 25, 4):
+            state, out, _ = do.reserve(state, lanes(row), lengths(target))
+            assert bool(out.granted[0])
+            state, _ = do.append(contents.follow(state), lanes(row), lengths(4))
+            seen |= set(placed(state, "swa"))
+            state, _ = do.release_window(state)
+            verify.check(state)
+            contents.written = {k: v for k, v in contents.written.items() if k[1] in placed(state, k[0])}
+            contents.check(state)
     assert max(seen) >= layout["swa"].num_pages
 
 
@@ -330,7 +345,9 @@ def test_page_ids_beyond_32768():
 def test_byte_arithmetic_of_a_huge_pool_does_not_wrap():
     """1.8 * 2**30 granules: a demand of a whole grid on top of what is used passes 2**31."""
     specs = (KVSpec(1, 1, 256, window=8, name="swa"), KVSpec(1, 1, 257))
-    layout = UnifiedLayout.from_bytes(specs, total_bytes=8_000_000_000, page_size=1, max_requests=1, max_tokens=16)
+    layout = UnifiedLayout.from_bytes(
+        specs, total_bytes=8_000_000_000, page_size=1, max_requests=1, max_tokens=16
+    )
     swa, full = layout.subpools
     assert layout.total_bytes // layout.granule > 1.8 * 2**30
     half = chain.Usage(ints(swa.first_page), ints(swa.num_pages // 2), ints(0), ints(0))
@@ -345,7 +362,9 @@ def test_byte_arithmetic_of_a_huge_pool_does_not_wrap():
 
 def test_one_mla_layer_is_not_a_static_pool():
     """A rank with one MLA layer has one block a page: unified all the same, its pages move."""
-    layout = UnifiedLayout.from_bytes((MLASpec(1, 8, 4),), total_bytes=96 * 12, page_size=4, max_requests=2, max_tokens=16)
+    layout = UnifiedLayout.from_bytes(
+        (MLASpec(1, 8, 4),), total_bytes=96 * 12, page_size=4, max_requests=2, max_tokens=16
+    )
     assert layout.full.stride() == 1
     state = craft(layout, [[1, 2]], {"full": {1: 7, 2: 3}}, {"full": (1, 8)})
     state, moved = compaction.compact(state, "full", complete=True)
@@ -365,7 +384,9 @@ def test_double_free_pushes_nothing():
     after, ended = do.release(state, lanes(1))
     assert not ended.any()
     assert int(after.counters.faults) == 2
-    assert tree_equal((after.subpools, after.requests, after.buffer), (state.subpools, state.requests, state.buffer))
+    assert tree_equal(
+        (after.subpools, after.requests, after.buffer), (state.subpools, state.requests, state.buffer)
+    )
 
 
 @pytest.mark.parametrize("row", [cases.MAX_REQUESTS, 2**31 - 1, -2, -(2**31)])
@@ -382,7 +403,9 @@ def test_rows_out_of_range_are_faults(row):
     ):
         after = call(state)[0]
         assert int(after.counters.faults) == 1
-        assert tree_equal((after.subpools, after.requests, after.buffer), (state.subpools, state.requests, state.buffer))
+        assert tree_equal(
+            (after.subpools, after.requests, after.buffer), (state.subpools, state.requests, state.buffer)
+        )
 
 
 def test_a_reserve_beyond_the_request_row_is_a_fault():
@@ -435,12 +458,16 @@ def test_new_state_slots_are_zero_and_neighbours_keep_theirs():
     where = page_bytes_of(layout["state"], slot)
     state = pool.replace(state, buffer=state.buffer.at[where].set(0xFF))  # NaN in bfloat16 and float32
     state, _ = do.release(state, lanes(1))
-    state, out, _ = do.reserve(state, lanes(5), lengths(4))
+    state, _, _ = do.reserve(state, lanes(5), lengths(4))
     assert placed(state, "state")[int(state.requests.slots[5])] == slot
     assert not np.asarray(state.buffer)[where].any()
-    contents.written = {key: value for key, value in contents.written.items() if key[1] in placed(state, key[0])}
+    contents.written = {
+        key: value for key, value in contents.written.items() if key[1] in placed(state, key[0])
+    }
     del contents.written["state", int(state.requests.slots[5])]
-    keys = {("swa", int(v)) for v in state.requests.pages[5] if v > 0} | {("full", int(v)) for v in state.requests.pages[5] if v > 0}
+    keys = {("swa", int(v)) for v in state.requests.pages[5] if v > 0} | {
+        ("full", int(v)) for v in state.requests.pages[5] if v > 0
+    }
     for key in keys:
         contents.written.pop(key, None)
     contents.check(state)
@@ -486,7 +513,9 @@ def test_prefix_pages_live_as_long_as_their_last_holder():
     pages = jnp.full((cases.LANES, cases.ATTACH_WIDTH), -1).at[0].set(ints(shared))
     state, ok = do.attach(state, lanes(4), pages, lengths(12))
     assert bool(ok[0])
-    state, out = do.rebind_window(state, lanes(4))  # 12 tokens, window 7: columns 1 and 2, still held by row 0
+    state, out = do.rebind_window(
+        state, lanes(4)
+    )  # 12 tokens, window 7: columns 1 and 2, still held by row 0
     assert bool(out.granted[0])
     assert int(out.pages[0]) == 0
     state, _ = do.release(state, lanes(0))
@@ -536,7 +565,9 @@ def test_the_smallest_pool_serves_its_longest_request(specs, at_once):
     kwargs = dict(page_size=4, max_requests=2, max_tokens=24)
     with pytest.raises(ValueError) as error:
         UnifiedLayout.from_bytes(specs, total_bytes=1, **kwargs)
-    layout = UnifiedLayout.from_bytes(specs, total_bytes=int(str(error.value).split("has ")[-1].split(" bytes")[0]), **kwargs)
+    layout = UnifiedLayout.from_bytes(
+        specs, total_bytes=int(str(error.value).split("has ")[-1].split(" bytes")[0]), **kwargs
+    )
     reserve = jax.jit(functools.partial(requests.reserve, pages_per_row=6))
     relieve = jax.jit(functools.partial(compaction.relieve, complete=True))
     state, contents = pool.init(layout), Contents(layout)
@@ -601,7 +632,11 @@ def test_lengths_do_not_recompile():
 def _big_results(jaxpr, size: int, found: set[str]) -> set[str]:
     """Primitives whose result has `size` elements or more, inner programs included."""
     for eqn in jaxpr.eqns:
-        inner = [x for value in eqn.params.values() for x in (value if isinstance(value, tuple | list) else [value])]
+        inner = [
+            x
+            for value in eqn.params.values()
+            for x in (value if isinstance(value, tuple | list) else [value])
+        ]
         inner = [x.jaxpr if hasattr(x, "jaxpr") and hasattr(x.jaxpr, "eqns") else x for x in inner]
         inner = [x for x in inner if hasattr(x, "eqns")]
         for x in inner:
@@ -621,7 +656,16 @@ def test_cost_grows_with_the_pages_touched_not_with_the_pool(static):
         layout = UnifiedLayout.from_bytes(specs, total_bytes=160 * 40_000, **kwargs)
     state = jax.eval_shape(lambda: pool.init(layout))
     rows = jax.ShapeDtypeStruct((4,), jnp.int32)
-    allowed = {"scatter", "scatter-add", "scatter_add", "scatter-min", "scatter_min", "reshape", "optimization_barrier"}
+    allowed = {
+        "scatter",
+        "scatter-add",
+        "scatter_add",
+        "scatter-min",
+        "scatter_min",
+        "reshape",
+        "optimization_barrier",
+    }
+    allowed |= {"bitcast_convert_type"}  # the view of the buffer in a state part's dtype
     programs = {
         "reserve": lambda s, r: requests.reserve(s, r, r, pages_per_row=4),
         "append": lambda s, r: requests.append(s, r, r, max_tokens=4),

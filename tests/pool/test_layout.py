@@ -20,7 +20,9 @@ from ukv_jax.layout import (
 )
 
 # Kimi-Linear 48B: 20 KDA layers (32 heads, 128 x 128 f32 state; conv width 4 over q, k and v of 4096) and 7 MLA layers.
-KDA = StateSpec((StatePart("conv", 20, 3 * 3, (4096,), "bfloat16"), StatePart("recurrent", 20, 32, (128, 128), "float32")))
+KDA = StateSpec(
+    (StatePart("conv", 20, 3 * 3, (4096,), "bfloat16"), StatePart("recurrent", 20, 32, (128, 128), "float32"))
+)
 KIMI_MLA = MLASpec(num_layers=7, kv_lora_rank=512, qk_rope_head_dim=64)
 
 LIMITS = dict(page_size=64, max_requests=8, max_tokens=4096)
@@ -68,7 +70,10 @@ def test_fp8_kv_keeps_its_scales_beside_the_rows():
     s = subpool(KVSpec(2, 2, 16, dtype="float8_e4m3fn"), 4)
     kv, scale = s.region("kv"), s.region("scale")
     assert (kv.count, kv.block_bytes) == (4, 4 * 32)
-    assert (scale.count, scale.block_bytes) == (4, 4 * 2 * 4)  # K and V of each layer: a token, a head, 4 bytes
+    assert (scale.count, scale.block_bytes) == (
+        4,
+        4 * 2 * 4,
+    )  # K and V of each layer: a token, a head, 4 bytes
     assert scale.offset >= kv.count * kv.block_bytes
     assert s.page_bytes % kv.block_bytes == 0
 
@@ -176,7 +181,9 @@ def test_smallest_pool(specs):
 
 
 def test_from_tokens_holds_what_it_says():
-    layout = UnifiedLayout.from_tokens((cases.STATE, cases.SWA, cases.FULL), tokens=100, requests=3, page_size=4, max_tokens=40)
+    layout = UnifiedLayout.from_tokens(
+        (cases.STATE, cases.SWA, cases.FULL), tokens=100, requests=3, page_size=4, max_tokens=40
+    )
     assert layout.max_requests == 3
     edge = layout.reserved_bytes
     for s, pages in zip(layout.subpools, (3, 25, 25)):
@@ -192,7 +199,9 @@ def test_from_tokens_holds_what_it_says():
 def test_kernel_facing_ids_fit_int32():
     # 1 layer, page size 64, rows of 2 bytes: a byte budget of 2**32 has 2**31 rows.
     spec = MLASpec(1, 1, 0)
-    with pytest.raises(ValueError, match=r"33554432 pages \* 1 blocks \* 64 rows = 2147483648 .* int32 allows 2147483647"):
+    with pytest.raises(
+        ValueError, match=r"33554432 pages \* 1 blocks \* 64 rows = 2147483648 .* int32 allows 2147483647"
+    ):
         layout_of(spec, total_bytes=2**32, num_virtual=1000)
     layout_of(spec, total_bytes=2**32 - 128, num_virtual=1000)
 
@@ -234,14 +243,20 @@ def test_ids_for_one_request():
         (lambda: KVSpec(1, 1, 8, window=0), "window must be at least 1, got 0"),
         (lambda: StateSpec(()), "distinct names"),
         (lambda: StatePart("conv", 1, 1, (), "float32"), "needs a block shape"),
-        (lambda: StatePart("conv", 1, 1, (4, 0), "float32"), r"conv.block_shape\[1\] must be at least 1, got 0"),
+        (
+            lambda: StatePart("conv", 1, 1, (4, 0), "float32"),
+            r"conv.block_shape\[1\] must be at least 1, got 0",
+        ),
         (lambda: layout_of(cases.MLA, cases.FULL, total_bytes=1 << 20), "sub-pool names must differ"),
         (
             lambda: layout_of(cases.MLA, KVSpec(1, 1, 8, name="other"), total_bytes=1 << 20),
             "one full-attention sub-pool and at most one state sub-pool, got 2 and 0",
         ),
         (lambda: layout_of(cases.STATE, total_bytes=1 << 20), "got 0 and 1"),
-        (lambda: layout_of(cases.MLA, total_bytes=1 << 20, page_size=0), "page_size must be at least 1, got 0"),
+        (
+            lambda: layout_of(cases.MLA, total_bytes=1 << 20, page_size=0),
+            "page_size must be at least 1, got 0",
+        ),
         (lambda: layout_of(cases.MLA, total_bytes=1 << 20, dcp=0), "dcp must be at least 1, got 0"),
         (lambda: LAYOUTS["mla"]["swa"], r"no sub-pool 'swa'; this layout has \['full'\]"),
         (lambda: LAYOUTS["mla"].full.region("conv"), r"no region 'conv'; it has \['kv'\]"),
@@ -287,14 +302,18 @@ def test_reserved_bottom_of_mixed_envelopes():
 def test_static_split_in_proportion():
     """A static split by bytes holds its mean requests in every sub-pool and stays within the bytes."""
     specs = (cases.STATE, cases.SWA, cases.FULL)
-    layout = StaticLayout.from_bytes(specs, total_bytes=20_000, mean_tokens=16, page_size=4, max_requests=32, max_tokens=24)
+    layout = StaticLayout.from_bytes(
+        specs, total_bytes=20_000, mean_tokens=16, page_size=4, max_requests=32, max_tokens=24
+    )
     assert layout.total_bytes <= 20_000
     # A mean request takes one slot, 7 of 4 tokens in the window and 16 of 4 in full attention.
     held = [(s.num_pages - 1) / {"state": 1, "swa": 7 / 4, "full": 16 / 4}[s.name] for s in layout.subpools]
     assert max(held) - min(held) < 1, "one sub-pool runs out long before another"
     assert min(held) > 14_000 / (384 + 128 * 7 / 4 + 160 * 16 / 4), "bytes were left over"
     with pytest.raises(ValueError, match="one mean request takes"):
-        StaticLayout.from_bytes(specs, total_bytes=700, mean_tokens=16, page_size=4, max_requests=32, max_tokens=24)
+        StaticLayout.from_bytes(
+            specs, total_bytes=700, mean_tokens=16, page_size=4, max_requests=32, max_tokens=24
+        )
 
 
 def test_dcp_pages_stand_for_more_tokens():

@@ -79,7 +79,9 @@ def test_joint_capacity():
     specs = (KVSpec(1, 1, 3, window=2, name="swa"), KVSpec(1, 1, 2))
     layout = UnifiedLayout.from_bytes(specs, total_bytes=120, page_size=1, max_requests=2, max_tokens=4)
     assert [s.page_bytes for s in layout.subpools] == [12, 8]
-    state = craft(layout, [[1, 2]], {"swa": {2: 2}, "full": {1: 10, 2: 14}}, {"swa": (1, 3), "full": (10, 15)})
+    state = craft(
+        layout, [[1, 2]], {"swa": {2: 2}, "full": {1: 10, 2: 14}}, {"swa": (1, 3), "full": (10, 15)}
+    )
     assert holes(state, "swa") == [1]
     assert holes(state, "full") == [11, 12, 13]
     assert int(requests.capacity(state, "swa", "full")) == 4
@@ -90,13 +92,17 @@ def test_joint_capacity():
     assert int(requests.capacity(state, "swa", after_compaction=True)) == 1 + 17 // 3
     assert int(requests.capacity(state, "full", after_compaction=True)) == 3 + 14 // 2
     held = pool.hold(state)
-    assert int(requests.capacity(held, "swa", after_compaction=True)) == 1 + 11 // 3, "nothing moves while the gate is held"
+    assert int(requests.capacity(held, "swa", after_compaction=True)) == 1 + 11 // 3, (
+        "nothing moves while the gate is held"
+    )
 
 
 def test_joint_capacity_is_what_reserve_gives():
     specs = (KVSpec(1, 1, 3, window=2, name="swa"), KVSpec(1, 1, 2))
     layout = UnifiedLayout.from_bytes(specs, total_bytes=120, page_size=1, max_requests=3, max_tokens=4)
-    state = craft(layout, [[1, 2]], {"swa": {2: 2}, "full": {1: 10, 2: 14}}, {"swa": (1, 3), "full": (10, 15)})
+    state = craft(
+        layout, [[1, 2]], {"swa": {2: 2}, "full": {1: 10, 2: 14}}, {"swa": (1, 3), "full": (10, 15)}
+    )
     after, out = requests.reserve(state, ints([1, 2]), ints([4, 1]), pages_per_row=4)
     assert out.granted.tolist() == [True, False]
     assert out.refused.tolist() == [False, True]
