@@ -1,0 +1,234 @@
+"""What the compilers make of whole steps: no copy of the pool, one captured loop, few kernels more than a static split."""
+
+import time
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.deviceless import CAPTURE_LOOPS, compile_for, requires_plugin
+from tests.tiny_model import CONFIG
+from ukv_jax import compaction, loop, pool, requests
+from ukv_jax.attention import pool_specs
+from ukv_jax.layout import KVSpec, StaticLayout, UnifiedLayout
+from ukv_jax.models.config import KDAConfig, MLAConfig
+from ukv_jax.models.decoder import cache_spec, forward
+from ukv_jax.models.weights import abstract_params
+
+GIB = 1 << 30
+COMPILE_BUDGET_S = 150  # CPU seconds for the decode loop of the 48 B model, 27 layers
+ROWS = 8
+MOVE_BYTES = 1 << 20
+MORE_LAUNCHES = 8  # of a unified decode step over a static one (6 when this was written)
+ID_BYTES_PER_PAGE = 32  # id arrays may grow with the pages of a pool, its bytes may not be copied
+
+
+def specs():
+    return pool_specs(cache_spec(CONFIG, "bfloat16"))
+
+
+def unified(total_bytes, extra=()):
+    return UnifiedLayout.from_bytes(
+        (*specs(), *extra),
+        total_bytes=total_bytes,
+        page_size=64,
+        max_requests=ROWS,
+        max_tokens=4096,
+        move_bytes=MOVE_BYTES,
+    )
+
+
+def abstract(layout):
+    state = jax.eval_shape(partial(pool.init, layout))
+    return state, jax.eval_shape(partial(loop.init_generation, layout, max_new_tokens=64))
+
+
+def decode(params, state, gen, delivery="table"):
+    def model(params, tokens, cache):
+        return forward(params, CONFIG, tokens, cache, last_only=True)
+
+    return loop.decode_loop(model, params, state, gen, 64, history_len=64, delivery=delivery, implementation="xla")
+
+
+def prefill(params, state, gen, rows, tokens, new_len, last):
+    def model(params, tokens, cache):
+        return forward(params, CONFIG, tokens, cache, last_only=True)
+
+    return loop.prefill_chunk(model, params, state, gen, rows, tokens, new_len, last, implementation="xla")
+
+
+def lanes(dtype="int32", *more):
+    return jax.ShapeDtypeStruct((ROWS, *more), dtype)
+
+
+# Name -> (function, arguments after the state, whether it takes params and a generation).
+POOL_PROGRAMS = {
+    "reserve": (partial(requests.reserve, pages_per_row=1), (lanes(), lanes())),
+    "admit": (partial(loop.admit, pages_per_row=4), (lanes(), lanes())),
+    "release": (requests.release, (lanes(),)),
+    "release_pending": (partial(requests.release_pending, max_pages=64), ()),
+    "release_window": (partial(requests.release_window, max_pages=64), ()),
+    "rebind_window": (partial(requests.rebind_window, pages_per_row=4), (lanes(),)),
+    "compact": (partial(compaction.compact, name="full"), ()),
+    "compact_complete": (partial(compaction.compact, name="full", complete=True), ()),
+    "make_room": (partial(compaction.make_room, name="swa", side="low", num_bytes=1 << 10), ()),
+}
+
+
+def memory(program, cpu: bool):
+    """(aliased bytes, bytes of temporaries)"""
+    fn, args, donate = program
+    if cpu:
+        analysis = jax.jit(fn, donate_argnums=donate).lower(*args).compile().memory_analysis()
+        return analysis.alias_size_in_bytes, analysis.temp_size_in_bytes
+    compiled = compile_for(fn, *args, donate=donate)
+    return compiled.alias_bytes, compiled.temp_bytes
+
+
+def check_no_copy(make, cpu: bool):
+    temps, pages = [], []
+    for total in (4 * GIB, 8 * GIB):
+        layout, program = make(total)
+        alias, temp = memory(program, cpu)
+        assert alias >= layout.total_bytes, f"{alias} bytes aliased of a pool of {layout.total_bytes}"
+        temps.append(temp)
+        pages.append(sum(s.num_pages for s in layout.subpools))
+    added = temps[1] - temps[0]
+    assert added <= ID_BYTES_PER_PAGE * (pages[1] - pages[0]), f"temporaries {temps} for {pages} pages"
+    assert temps[1] < 1 * GIB
+
+
+BACKENDS = [
+    pytest.param(True, id="cpu"),
+    pytest.param(False, id="h200", marks=[pytest.mark.deviceless, requires_plugin]),
+]
+
+
+@pytest.mark.parametrize("cpu", BACKENDS)
+@pytest.mark.parametrize("name", POOL_PROGRAMS)
+def test_pool_operation_copies_no_pool(name, cpu):
+    fn, args = POOL_PROGRAMS[name]
+
+    def make(total):
+        layout = unified(total, extra=(KVSpec(2, 2, 16, window=256, name="swa"),))
+        return layout, (fn, (abstract(layout)[0], *args), 0)
+
+    check_no_copy(make, cpu)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("delivery", "cpu"),
+    [
+        pytest.param("table", True, id="table-cpu"),
+        *(
+            pytest.param(delivery, False, id=f"{delivery}-h200", marks=[pytest.mark.deviceless, requires_plugin])
+            for delivery in ("table", "stream", "virtual")
+        ),
+    ],
+)
+def test_decode_loop_with_compaction_copies_no_pool(delivery, cpu):
+    def make(total):
+        layout = unified(total)
+        state, gen = abstract(layout)
+        return layout, (partial(decode, delivery=delivery), (abstract_params(CONFIG, jnp.bfloat16), state, gen), (1, 2))
+
+    check_no_copy(make, cpu)
+
+
+@pytest.mark.parametrize("cpu", BACKENDS)
+def test_prefill_chunk_copies_no_pool(cpu):
+    def make(total):
+        layout = unified(total)
+        state, gen = abstract(layout)
+        params = abstract_params(CONFIG, jnp.bfloat16)
+        return layout, (prefill, (params, state, gen, lanes(), lanes("int32", 16), lanes(), lanes("bool")), (1, 2))
+
+    check_no_copy(make, cpu)
+
+
+def step_program(layout, implementation="xla"):
+    """One decode step without the shortage branch's moves: what every token costs."""
+    state, gen = abstract(layout)
+
+    def model(params, tokens, cache):
+        return forward(params, CONFIG, tokens, cache, last_only=True)
+
+    def step(params, state, gen):
+        return loop.decode_step(model, params, state, gen, jnp.bool_(False), implementation=implementation)
+
+    return compile_for(step, abstract_params(CONFIG, jnp.bfloat16), state, gen, donate=(1, 2))
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_unified_step_launches_few_kernels_more_than_a_static_one():
+    static = StaticLayout.from_pages(
+        specs(), pages={"full": 1 << 14, "state": ROWS}, page_size=64, max_requests=ROWS, max_tokens=4096
+    )
+    counts = {name: len(step_program(layout).launches) for name, layout in (("unified", unified(4 * GIB)), ("static", static))}
+    print(counts)
+    # Finding pages (holes and the frontier), binding them and the table's gather through v2p.
+    assert 0 <= counts["unified"] - counts["static"] <= MORE_LAUNCHES, counts
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_loop_and_conditions_become_one_command_buffer():
+    layout = unified(4 * GIB)
+    program = compile_for(
+        decode, abstract_params(CONFIG, jnp.bfloat16), *abstract(layout), donate=(1, 2), options=CAPTURE_LOOPS
+    )
+    outer = [t for t in program.thunks if t.kind == "kCommandBuffer" and not t.captured]
+    loops = [t for t in program.thunks if t.kind == "kWhile"]
+    assert loops, "no while loop in the program"
+    assert all(t.captured for t in loops), [t for t in loops if not t.captured]
+    assert all(t.captured for t in program.thunks if t.kind == "kConditional")
+    assert len(outer) == 1, outer
+
+
+# moonshotai/Kimi-Linear-48B-A3B, config.json
+KIMI_48B = replace(
+    CONFIG,
+    vocab_size=163840,
+    hidden_size=2304,
+    intermediate_size=9216,
+    mixers=tuple("mla" if i in (3, 7, 11, 15, 19, 23, 26) else "kda" for i in range(27)),
+    mlps=("dense",) + ("moe",) * 26,
+    mla=MLAConfig(num_heads=32, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    kda=KDAConfig(num_heads=32, head_dim=128, conv_kernel=4),
+    moe=replace(CONFIG.moe, num_experts=256, experts_per_token=8, intermediate_size=1024, scaling_factor=2.446),
+)
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.timeout(900)
+def test_loop_of_the_48b_model_compiles_within_its_budget_and_is_captured_whole():
+    layout = UnifiedLayout.from_bytes(
+        pool_specs(cache_spec(KIMI_48B, "bfloat16")),
+        total_bytes=8 * GIB,
+        page_size=64,
+        max_requests=64,
+        max_tokens=65536,
+    )
+    state, gen = abstract(layout)
+
+    def model(params, tokens, cache):
+        return forward(params, KIMI_48B, tokens, cache, last_only=True)
+
+    def run(params, state, gen):
+        return loop.decode_loop(model, params, state, gen, 64, history_len=64, delivery="virtual")
+
+    start = time.process_time()
+    program = compile_for(
+        run, abstract_params(KIMI_48B, jnp.bfloat16), state, gen, donate=(1, 2), options=CAPTURE_LOOPS
+    )
+    spent = time.process_time() - start
+    print(f"{spent:.0f} CPU seconds, {len(program.launches)} launches, {program.temp_bytes / 1e6:.0f} MB of temporaries")
+    assert spent <= COMPILE_BUDGET_S
+    assert program.alias_bytes >= layout.total_bytes
+    assert program.temp_bytes < 1 * GIB  # nothing as large as an expert product of every token or the pool
+    assert all(t.captured for t in program.launches)
