@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ukv_jax.models.decoder import CacheSpec
+from ukv_jax.cache import CacheSpec
 
 
 @partial(

@@ -9,8 +9,8 @@ import numpy as np
 
 from ukv_jax import pool, requests
 from ukv_jax.attention import PoolStep, begin_step, pool_specs
+from ukv_jax.cache import CacheSpec
 from ukv_jax.layout import PoolLayout, StaticLayout, UnifiedLayout
-from ukv_jax.models.decoder import CacheSpec
 from ukv_jax.pool import PoolState
 
 

@@ -13,8 +13,8 @@ from jaxtyping import Array, Int32, UInt8
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import translator
 from ukv_jax.attention import mla, recurrent
+from ukv_jax.cache import CacheSpec
 from ukv_jax.layout import MLASpec, PoolLayout, Spec, StatePart, StateSpec
-from ukv_jax.models.decoder import CacheSpec
 from ukv_jax.pool import UNBOUND, PoolState
 from ukv_jax.translator import Delivery, KernelTokens
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
+from ukv_jax.cache import CacheSpec, LatentKV, StatePart
 from ukv_jax.models import kda, mla, moe
 from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.layers import rms_norm, swiglu
@@ -17,35 +17,6 @@ from ukv_jax.models.layers import rms_norm, swiglu
 Params = dict[str, Any]
 Mixer = Callable[[dict[str, Array], ModelConfig, int, Array, Any], tuple[Array, Any]]
 MIXERS: dict[str, Mixer] = {"mla": mla.apply, "kda": kda.apply}
-
-
-@dataclass(frozen=True)
-class StatePart:
-    """One part of a request's recurrent state: `blocks_per_layer` blocks of `block_shape` for each of num_layers."""
-
-    name: str
-    num_layers: int
-    blocks_per_layer: int
-    block_shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(frozen=True)
-class LatentKV:
-    """Rows that MLA caches: kv_lora_rank + qk_rope_head_dim elements a token and layer."""
-
-    num_layers: int
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    dtype: str
-
-
-@dataclass(frozen=True)
-class CacheSpec:
-    """What a model asks of its cache; either may be absent."""
-
-    latent: LatentKV | None
-    state: tuple[StatePart, ...]
 
 
 def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
