@@ -14,9 +14,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """read_config maps config.json, tensors lists every tensor of the checkpoint and where it goes; layer_kinds
-    are the mixers and MLPs that the family is made of."""
+    """read_config maps config.json to the layer kinds of the decoder and their sizes; tensors lists every tensor of
+    the checkpoint and where it goes in the decoder's parameters."""
 
     read_config: Callable[[ConfigReader], ModelConfig]
     tensors: Callable[[ModelConfig], list[Tensor]]
-    layer_kinds: tuple[str, ...]

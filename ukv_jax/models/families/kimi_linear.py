@@ -293,4 +293,4 @@ def _experts(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
     return out
 
 
-FAMILY = Family(read_config=read_config, tensors=tensors, layer_kinds=("kda", "mla", "dense", "moe"))
+FAMILY = Family(read_config=read_config, tensors=tensors)
