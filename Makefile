@@ -36,6 +36,9 @@ deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins
 	$(DEVICELESS) $(PYTHON_BIN) -m pytest -m deviceless
 
+notebook: venv
+	JAX_PLATFORMS=cpu .venv/bin/jupyter-execute notebooks/*.ipynb
+
 newest:
 	@tools/bootstrap.sh .cache/newest newest
 	.cache/newest/bin/python -m pytest tests/kernels -m "not gpu and not slow and not deviceless"

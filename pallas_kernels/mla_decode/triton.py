@@ -114,7 +114,9 @@ def mla_decode_triton(
         SCALE=scale,
         CAP=0.0 if logit_cap is None else logit_cap * _LOG2_E,
     )
-    v_tile = min(32, deal["V_P2"])
+    # Few rows have many parts each: small tiles of V for enough programs, and many parts at a time.
+    v_tile, chunk = (128, 2) if rows * groups >= device.core_count() else (32, 8)
+    v_tile = min(v_tile, deal["V_P2"])
     out, lse = triton_call(
         triton_kernels.merge,
         [indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
@@ -126,7 +128,7 @@ def mla_decode_triton(
         **deal,
         COLUMNS=columns,
         V_TILE=v_tile,
-        CHUNK=8,
+        CHUNK=chunk,
     )
     return out, lse
 
