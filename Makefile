@@ -39,6 +39,7 @@ deviceless: venv
 notebook: venv
 	JAX_PLATFORMS=cpu .venv/bin/jupyter-execute notebooks/*.ipynb
 
-newest:
+newest: venv
 	@tools/bootstrap.sh .cache/newest newest
-	.cache/newest/bin/python -m pytest tests/kernels -m "not gpu and not slow and not deviceless"
+	PYTHONPATH=.cache/newest $(PYTHON_BIN) -c "import jax; print('jax', jax.__version__)"
+	PYTHONPATH=.cache/newest $(PYTHON_BIN) -m pytest tests/kernels -m "not gpu and not slow and not deviceless"

@@ -3,7 +3,7 @@
 #
 #   tools/bootstrap.sh DIR demo      what the demo needs, in the versions of constraints.txt
 #   tools/bootstrap.sh DIR pinned    that, and the tools for tests, lint and notebooks
-#   tools/bootstrap.sh DIR newest    the same with the newest jax and newest everything else
+#   tools/bootstrap.sh DIR newest    the newest jax, unpacked into DIR for PYTHONPATH, to go before the one of .venv
 #   tools/bootstrap.sh DIR plugins   the CUDA plugin wheels (no CUDA libraries) and jax-triton, unpacked into DIR for
 #                                    PYTHONPATH: enough to compile for a GPU on a machine without one. Needs .venv.
 #
@@ -44,15 +44,19 @@ pip() {
     "$python" -m pip --disable-pip-version-check -qq "$@"
 }
 
-if [ "$kind" = plugins ]; then
+overlay() {
     python=.venv/bin/python
-    echo "fetching the CUDA plugin wheels into $dir (once)" >&2
+    echo "fetching the $kind wheels into $dir (once)" >&2
     rm -rf "$dir"
-    pip install --no-deps --no-compile --constraint constraints.txt --target "$dir" \
-        jax-cuda13-plugin jax-cuda13-pjrt jax-triton triton absl-py
+    pip install --no-deps --no-compile --target "$dir" "$@"
     echo "$kind $sum" >"$stamp"
     exit 0
-fi
+}
+
+case $kind in
+    newest) overlay jax jaxlib ml_dtypes ;;
+    plugins) overlay --constraint constraints.txt jax-cuda13-plugin jax-cuda13-pjrt jax-triton triton absl-py ;;
+esac
 
 python=$dir/bin/python
 if ! runs "$python"; then
@@ -64,7 +68,6 @@ echo "installing into $dir (once)" >&2
 case $kind in
     demo) pip install --no-compile --constraint constraints.txt --editable '.[plot]' ;;
     pinned) pip install --no-compile --constraint constraints.txt --editable '.[dev,plot]' ;;
-    newest) pip install --no-compile --upgrade --upgrade-strategy eager --editable '.[dev,plot]' ;;
     *) echo "unknown kind of environment: $kind" >&2 && exit 2 ;;
 esac
 echo "$kind $sum" >"$stamp"
