@@ -40,7 +40,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 requires_plugin = pytest.mark.skipif(
-    find_spec("jax_cuda13_plugin") is None and find_spec("jax_plugins.xla_cuda13") is None,
+    find_spec("jax_cuda13_plugin") is None
+    or find_spec("jax_plugins") is None
+    or find_spec("jax_plugins.xla_cuda13") is None,
     reason="the CUDA plugin wheels are absent (make deviceless installs them)",
 )
 
