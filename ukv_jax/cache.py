@@ -28,8 +28,26 @@ class LatentKV:
 
 
 @dataclass(frozen=True)
+class HeadKV:
+    """K and V of MHA, GQA or MQA: num_kv_heads * head_dim elements of K (and v_head_dim of V) a token and layer.
+
+    window: layers whose queries see the last `window` positions only, their own included. `name` is how a layer says
+    which of several such caches is its own.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    v_head_dim: int | None = None
+    window: int | None = None
+    name: str = "full"
+
+
+@dataclass(frozen=True)
 class CacheSpec:
-    """What a model asks of its cache; either may be absent."""
+    """What a model asks of its cache; each part may be absent. Full attention is either `latent` or one HeadKV of `kv`."""
 
     latent: LatentKV | None
     state: tuple[StatePart, ...]
+    kv: tuple[HeadKV, ...] = ()

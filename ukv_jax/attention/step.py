@@ -14,7 +14,7 @@ from pallas_kernels.read_source import ReadSource
 from ukv_jax import translator
 from ukv_jax.attention import mla, recurrent
 from ukv_jax.cache import CacheSpec
-from ukv_jax.layout import MLASpec, PoolLayout, Spec, StatePart, StateSpec
+from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, Spec, StatePart, StateSpec
 from ukv_jax.pool import UNBOUND, PoolState
 from ukv_jax.translator import Delivery, KernelTokens
 
@@ -23,8 +23,14 @@ def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
     """Sub-pools that a model's cache needs."""
     specs: list[Spec] = []
     if spec.latent is not None:
-        kv = spec.latent
-        specs.append(MLASpec(kv.num_layers, kv.kv_lora_rank, kv.qk_rope_head_dim, kv.dtype))
+        latent = spec.latent
+        specs.append(
+            MLASpec(latent.num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, latent.dtype)
+        )
+    for kv in spec.kv:
+        specs.append(
+            KVSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.v_head_dim, kv.dtype, kv.window, kv.name)
+        )
     if spec.state:
         specs.append(
             StateSpec(tuple(StatePart(p.name, p.num_layers, p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.state))
