@@ -148,7 +148,7 @@ class Oracle:
 
     # Operations.
 
-    def reserve(self, rows: list[int], target: list[int], pages_per_row: int, now: list[Band]):
+    def reserve(self, rows: list[int], target: list[int], pages_per_row: int, now: list[Band], fits=fits):
         """Outcome of each lane: None (idle), "fault", "refused", or (pages, slots) that it is granted."""
         outcome: list = [None] * len(rows)
         total_pages = total_slots = 0

@@ -54,7 +54,9 @@ def _ceil(value, divisor: int):
     return (value + (divisor - 1)) // divisor
 
 
-def plan(layout: PoolLayout, usage: tuple[Usage, ...], demand: tuple) -> tuple[Bool[Array, "..."], tuple[Growth, ...]]:
+def plan(
+    layout: PoolLayout, usage: tuple[Usage, ...], demand: tuple
+) -> tuple[Bool[Array, "..."], tuple[Growth, ...]]:
     """Whether `demand[i]` more pages fit in every sub-pool i at once, and where they go.
 
     demand: one int32 array (all of one shape) a sub-pool, in chain order. Growth is meaningful where the first result
@@ -151,6 +153,46 @@ def fits_compacted(layout: PoolLayout, usage: tuple[Usage, ...], demand: tuple) 
         ok &= ~holds | (stop <= s.num_pages)
         edge = jnp.where(holds, jnp.minimum(stop, s.num_pages) * c, edge)
     return ok
+
+
+class Place(NamedTuple):
+    """Where a float may lie: its pages in [first, stop). live: it holds pages now."""
+
+    first: Int32[Array, ""]
+    stop: Int32[Array, ""]
+    live: Bool[Array, ""]
+
+
+def float_places(
+    layout: PoolLayout, usage: tuple[Usage, ...], demand: tuple
+) -> tuple[Bool[Array, ""], dict[int, Place]]:
+    """Whether the demand fits if floats may slide while both ends stay, and the widest place of each float then.
+
+    Its pages and those it is to get fit between the ends if every float below lies as low, and every float above as
+    high, as it can.
+    """
+    pools, last = layout.subpools, len(layout.subpools) - 1
+    extra = [
+        jnp.clip(d - u.holes, 0, s.num_pages + 1 - (u.high - u.low)) for s, u, d in zip(pools, usage, demand)
+    ]
+    live = [u.high - u.low - u.holes for u in usage]
+    pages = [
+        jnp.minimum(n + jnp.clip(d, 0, s.num_pages), s.num_pages) for s, n, d in zip(pools, live, demand)
+    ]
+    edge = (usage[0].high + extra[0]) * unit(layout, pools[0])
+    top = (usage[last].low - extra[last]) * unit(layout, pools[last])
+    ok, first, stop = jnp.bool_(True), {}, {}
+    for i in range(1, last):
+        c = unit(layout, pools[i])
+        first[i] = _ceil(edge, c)
+        ok &= (pages[i] == 0) | (first[i] + pages[i] <= pools[i].num_pages)
+        edge = jnp.where(pages[i] > 0, jnp.minimum(first[i] + pages[i], pools[i].num_pages) * c, edge)
+    ok &= edge <= top
+    for i in range(last - 1, 0, -1):
+        c = unit(layout, pools[i])
+        stop[i] = top // c
+        top = jnp.where(pages[i] > 0, (stop[i] - pages[i]) * c, top)
+    return ok, {i: Place(first[i], stop[i], live[i] > 0) for i in range(1, last)}
 
 
 def largest(fits, limit: int) -> Int32[Array, ""]:

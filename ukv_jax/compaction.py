@@ -25,7 +25,9 @@ def moves_per_call(layout: PoolLayout, index: int, max_bytes: int | None = None)
     spec = layout.subpools[index]
     bound = layout.move_bytes if max_bytes is None else max_bytes
     if bound < spec.page_bytes:
-        raise ValueError(f"{bound} bytes a call move no page of sub-pool {spec.name!r}: one has {spec.page_bytes} bytes")
+        raise ValueError(
+            f"{bound} bytes a call move no page of sub-pool {spec.name!r}: one has {spec.page_bytes} bytes"
+        )
     return min(bound // spec.page_bytes, spec.num_pages)
 
 
@@ -83,7 +85,9 @@ def _move(state: PoolState, index: int, src: Int32[Array, " n"], dst: Int32[Arra
     virtual = jnp.where(live, p.p2v[src], 0)
     # A region's blocks divide the page and the buffer, so the widest of them can be the unit of the move.
     block = max(r.block_bytes for r in spec.regions)
-    buffer = move_pages.move_pages(state.buffer, jnp.where(live, src, UNBOUND), dst, page_bytes=spec.page_bytes, block_bytes=block)
+    buffer = move_pages.move_pages(
+        state.buffer, jnp.where(live, src, UNBOUND), dst, page_bytes=spec.page_bytes, block_bytes=block
+    )
     rows = p.p2v.shape[0]
     p2v = p.p2v.at[jnp.where(live, src, rows)].set(UNBOUND, mode="drop")
     p2v = p2v.at[jnp.where(live, dst, rows)].set(virtual, mode="drop")
@@ -157,7 +161,13 @@ class Room(NamedTuple):
 
 
 def make_room(
-    state: PoolState, name: str, side: str, num_bytes: Int32[Array, ""] | int, *, max_bytes: int | None = None, unit: int | None = None
+    state: PoolState,
+    name: str,
+    side: str,
+    num_bytes: Int32[Array, ""] | int,
+    *,
+    max_bytes: int | None = None,
+    unit: int | None = None,
 ) -> tuple[PoolState, Room]:
     """Slides a float so that `num_bytes` in all lie open between it and its neighbour on `side` ("low" or "high").
 
@@ -169,13 +179,17 @@ def make_room(
     """
     layout, index = state.layout, state.layout.index(name)
     if not (isinstance(layout, UnifiedLayout) and 0 < index < len(layout.subpools) - 1):
-        raise ValueError(f"only a float of a unified chain slides; {name!r} is not one of {[s.name for s in layout.subpools]}")
+        raise ValueError(
+            f"only a float of a unified chain slides; {name!r} is not one of {[s.name for s in layout.subpools]}"
+        )
     if side not in ("low", "high"):
         raise ValueError(f"side must be 'low' or 'high', got {side!r}")
     if unit is not None and unit % layout.granule:
         raise ValueError(f"unit {unit} is no multiple of the granule {layout.granule}")
     factor = (unit or layout.granule) // layout.granule
-    want = jnp.clip(jnp.int32(num_bytes), 0, (layout.total_bytes // layout.granule + 1) // factor + 1) * factor
+    want = (
+        jnp.clip(jnp.int32(num_bytes), 0, (layout.total_bytes // layout.granule + 1) // factor + 1) * factor
+    )
     lanes = moves_per_call(layout, index, max_bytes)
     c = chain.unit(layout, layout.subpools[index])
     below, above = _gap(state, index)
@@ -194,7 +208,9 @@ def make_room(
     beyond_holes = scan.hole & ((scan.page >= border) if toward_low else (scan.page < border))
     outside = _far_room(p, scan, border, below, above, c, toward_low)
     fits = jnp.sum(leaving) <= jnp.sum(beyond_holes) + jnp.sum(outside)
-    possible = ~short & fits & (state.gate == 0) & ((border * c <= above) if toward_low else (border * c >= below))
+    possible = (
+        ~short & fits & (state.gate == 0) & ((border * c <= above) if toward_low else (border * c >= below))
+    )
     # Nearest pages first; the destinations lie beyond every source of the whole slide, so any prefix is a valid slide.
     src = _list(leaving, lanes, reverse=not toward_low)
     inside = _list(beyond_holes, lanes, reverse=toward_low)
@@ -241,7 +257,9 @@ def _gap(state: PoolState, index: int) -> tuple[Int32[Array, ""], Int32[Array, "
     return below, above
 
 
-def _far_room(p: SubPoolState, scan: _Ranks, border, below, above, c: int, toward_low: bool) -> Bool[Array, " num_pages"]:
+def _far_room(
+    p: SubPoolState, scan: _Ranks, border, below, above, c: int, toward_low: bool
+) -> Bool[Array, " num_pages"]:
     """Pages outside the band, on the side away from the opened one, that a slide may take."""
     if toward_low:
         return (scan.page >= jnp.maximum(p.high, border)) & (scan.page < above // c)
@@ -252,12 +270,34 @@ def relieve(state: PoolState, demand: tuple, *, complete: bool = False) -> tuple
     """Makes room for `demand` pages in each sub-pool (int32 scalars in chain order): the shortage ladder short of refusal.
 
     Compacts the neighbours of every sub-pool that must grow (compacting itself gains it nothing; where several must
-    grow, each of them too), then slides floats toward the side that is not asked. Bounded by the layout's move_bytes a
-    sub-pool unless `complete`. Returns the state and a progress count: 0 means that nothing more can be gained.
+    grow, each of them too); once that is enough, slides the floats to where all of the demand fits. One pass is bounded
+    by the layout's move_bytes a sub-pool and float side; `complete` repeats it until the demand fits or nothing is
+    gained. Returns the state and a progress count: 0 means that nothing more can be gained.
+
+    A demand that cannot fit moves no float, so ask for what can (`requests.demand`).
     """
     layout = state.layout
     if not isinstance(layout, UnifiedLayout) or len(layout.subpools) == 1:
         return state, jnp.int32(0)
+    if not complete:
+        return _relief_pass(state, demand)
+
+    def short(carry):
+        state, _, progress = carry
+        return (progress > 0) & ~chain.plan(layout, state.usage, demand)[0]
+
+    def again(carry):
+        state, total, _ = carry
+        state, progress = _relief_pass(state, demand)
+        return state, total + progress, progress
+
+    state = replace(state, buffer=lax.optimization_barrier(state.buffer))
+    state, total, _ = lax.while_loop(short, again, (state, jnp.int32(0), jnp.int32(1)))
+    return state, total
+
+
+def _relief_pass(state: PoolState, demand: tuple) -> tuple[PoolState, Int32[Array, ""]]:
+    layout = state.layout
     last = len(layout.subpools) - 1
     grows = jnp.stack([d > u.holes for d, u in zip(demand, state.usage)])
     several = jnp.sum(grows) > 1
@@ -269,21 +309,35 @@ def relieve(state: PoolState, demand: tuple, *, complete: bool = False) -> tuple
         state = replace(state, buffer=lax.optimization_barrier(state.buffer))
 
         def shrink(s, i=i):
-            return compact(s, layout.subpools[i].name, complete=complete)
+            return compact(s, layout.subpools[i].name)
 
         state, n = lax.cond(wanted, shrink, lambda s: (s, jnp.int32(0)), state)
         moved += n
+    fits, places = chain.float_places(layout, state.usage, demand)
+    # What must go up goes from the top float down, and what must go down from the lowest up, so that none is in the way.
+    for i in reversed(range(1, last)):
+        below, _ = _gap(state, i)
+        need = places[i].first * chain.unit(layout, layout.subpools[i]) - below
+        state, room = make_room(
+            state, layout.subpools[i].name, "low", jnp.where(fits & places[i].live, need, 0)
+        )
+        moved += room.moved
     for i in range(1, last):
-        for side, neighbour in (("low", 0), ("high", last)):
-            need = jnp.maximum(demand[neighbour] - state.usage[neighbour].holes, 0)
-            need = jnp.minimum(need, layout.subpools[neighbour].num_pages) * chain.unit(layout, layout.subpools[neighbour])
-            state, room = make_room(state, layout.subpools[i].name, side, need)
-            moved += room.moved
+        _, above = _gap(state, i)
+        need = above - places[i].stop * chain.unit(layout, layout.subpools[i])
+        state, room = make_room(
+            state, layout.subpools[i].name, "high", jnp.where(fits & places[i].live, need, 0)
+        )
+        moved += room.moved
     return state, moved + (_used_granules(state) < before)
 
 
 def _used_granules(state: PoolState) -> Int32[Array, ""]:
     """Granules inside bands, summed."""
     return sum(
-        ((p.high - p.low) * chain.unit(state.layout, s) for s, p in zip(state.layout.subpools, state.subpools)), jnp.int32(0)
+        (
+            (p.high - p.low) * chain.unit(state.layout, s)
+            for s, p in zip(state.layout.subpools, state.subpools)
+        ),
+        jnp.int32(0),
     )

@@ -38,7 +38,9 @@ def _ceil(tokens, layout: PoolLayout):
     return (tokens + (tokens_per_page(layout) - 1)) // tokens_per_page(layout)
 
 
-def _row(state: PoolState, rows: Int32[Array, " lanes"]) -> tuple[Bool[Array, " lanes"], Int32[Array, " lanes"]]:
+def _row(
+    state: PoolState, rows: Int32[Array, " lanes"]
+) -> tuple[Bool[Array, " lanes"], Int32[Array, " lanes"]]:
     """Which lanes name a row of their own, and the row, with a harmless one in the other lanes.
 
     Of lanes that name one row the first has it; the others are as good as out of range.
@@ -46,7 +48,9 @@ def _row(state: PoolState, rows: Int32[Array, " lanes"]) -> tuple[Bool[Array, " 
     limit = state.layout.max_requests
     inside = (rows >= 0) & (rows < limit)
     lane = jnp.arange(rows.shape[0], dtype=jnp.int32)
-    first = jnp.full(limit, rows.shape[0], jnp.int32).at[jnp.where(inside, rows, limit)].min(lane, mode="drop")
+    first = (
+        jnp.full(limit, rows.shape[0], jnp.int32).at[jnp.where(inside, rows, limit)].min(lane, mode="drop")
+    )
     row = jnp.where(inside, rows, 0)
     return inside & (first[row] == lane), row
 
@@ -55,7 +59,9 @@ def _set(array: Array, rows: Int32[Array, " lanes"], mask: Bool[Array, " lanes"]
     return array.at[jnp.where(mask, rows, array.shape[0])].set(value, mode="drop")
 
 
-def _spread(counts: Int32[Array, " n"], lanes: int) -> tuple[Bool[Array, " lanes"], Int32[Array, " lanes"], Int32[Array, " lanes"]]:
+def _spread(
+    counts: Int32[Array, " n"], lanes: int
+) -> tuple[Bool[Array, " lanes"], Int32[Array, " lanes"], Int32[Array, " lanes"]]:
     """A flat worklist over n bins of `counts` items: which of the first `lanes` items exist, their bin, their index in it."""
     ends = jnp.cumsum(counts)
     lane = jnp.arange(lanes, dtype=jnp.int32)
@@ -77,9 +83,16 @@ def _demand(state: PoolState, rows, target_len, pages_per_row: int) -> _Demand:
     asked = (rows != UNBOUND) & (target_len > 0)
     servable = (r.status[row] == FREE) | (r.status[row] == ACTIVE)
     # Bounded before the ceiling, so that no target overflows.
-    pages = jnp.maximum(_ceil(jnp.minimum(target_len, layout.max_pages * tokens_per_page(layout)), layout) - r.page_count[row], 0)
+    pages = jnp.maximum(
+        _ceil(jnp.minimum(target_len, layout.max_pages * tokens_per_page(layout)), layout)
+        - r.page_count[row],
+        0,
+    )
     fault = asked & (
-        ~inside | ~servable | (target_len > layout.max_pages * tokens_per_page(layout)) | (pages > pages_per_row)
+        ~inside
+        | ~servable
+        | (target_len > layout.max_pages * tokens_per_page(layout))
+        | (pages > pages_per_row)
     )
     good = asked & ~fault
     slots = good & (r.slots[row] == 0) if layout.state is not None else jnp.zeros_like(good)
@@ -91,7 +104,9 @@ def _chain_demand(layout: PoolLayout, pages, slots) -> tuple:
     return tuple(slots if s.is_state else pages for s in layout.subpools)
 
 
-def available(state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[Array, " lanes"], *, pages_per_row: int) -> Bool[Array, " lanes"]:
+def available(
+    state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[Array, " lanes"], *, pages_per_row: int
+) -> Bool[Array, " lanes"]:
     """What `reserve` with the same arguments would grant now: admission and allocation are one predicate."""
     d = _demand(state, rows, target_len, pages_per_row)
     return _granted(state, d)
@@ -100,19 +115,28 @@ def available(state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[
 def demand(
     state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[Array, " lanes"], *, pages_per_row: int
 ) -> tuple[Int32[Array, ""], ...]:
-    """Pages of every sub-pool, in chain order, that `reserve` with the same arguments would like to take in all."""
+    """Pages of every sub-pool, in chain order, that moves could make room for: what `compaction.relieve` should be asked.
+
+    The demand of the longest list of lanes that `reserve` with the same arguments would grant if nothing were in the way.
+    """
     d = _demand(state, rows, target_len, pages_per_row)
-    return _chain_demand(state.layout, jnp.sum(d.pages), jnp.sum(d.slots))
+    prefixes = _chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
+    could = _first_that_fit(chain.fits_compacted(state.layout, state.usage, prefixes), d)
+    return _chain_demand(
+        state.layout, jnp.sum(jnp.where(could, d.pages, 0)), jnp.sum(jnp.where(could, d.slots, 0))
+    )
+
+
+def _first_that_fit(fits: Bool[Array, "..."], d: _Demand) -> Bool[Array, " lanes"]:
+    """The first lane whose prefix does not fit refuses itself and all later lanes that need something."""
+    needs = (d.pages > 0) | (d.slots > 0)
+    prefix = lax.cummin((jnp.broadcast_to(fits, needs.shape) | ~needs).astype(jnp.int32)) > 0
+    return d.asked & ~d.fault & (prefix | ~needs)
 
 
 def _granted(state: PoolState, d: _Demand) -> Bool[Array, " lanes"]:
     prefixes = _chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
-    fits, _ = chain.plan(state.layout, state.usage, prefixes)
-    fits = jnp.broadcast_to(fits, d.pages.shape)
-    needs = (d.pages > 0) | (d.slots > 0)
-    # The first lane that does not fit refuses itself and all later lanes that need something.
-    prefix = lax.cummin((fits | ~needs).astype(jnp.int32)) > 0
-    return d.asked & ~d.fault & (prefix | ~needs)
+    return _first_that_fit(chain.plan(state.layout, state.usage, prefixes)[0], d)
 
 
 def reserve(
@@ -170,7 +194,9 @@ def reserve(
         ids, physical = fresh_slots
         taken = ids > 0
         state = replace(state, requests=replace(new, slots=_set(new.slots, d.row[slot_lane], taken, ids)))
-        state = replace(state, buffer=views.clear_pages(layout, layout.state, state.buffer, physical, jnp.sum(taken)))
+        state = replace(
+            state, buffer=views.clear_pages(layout, layout.state, state.buffer, physical, jnp.sum(taken))
+        )
     refused = d.asked & ~d.fault & ~granted
     state = count(state, faults=jnp.sum(d.fault), refused=jnp.sum(refused))
     return state, Reserved(granted, refused, d.fault, pages)
@@ -213,7 +239,9 @@ def append(
     return state, Appended(ok, jnp.where(inside, start, 0))
 
 
-def _change_status(state: PoolState, rows, source: tuple[int, ...], target: int) -> tuple[PoolState, Bool[Array, " lanes"]]:
+def _change_status(
+    state: PoolState, rows, source: tuple[int, ...], target: int
+) -> tuple[PoolState, Bool[Array, " lanes"]]:
     inside, row = _row(state, rows)
     status = state.requests.status
     ok = inside & jnp.isin(status[row], jnp.array(source, jnp.int32))
@@ -300,7 +328,10 @@ def release(state: PoolState, rows: Int32[Array, " lanes"]) -> tuple[PoolState, 
 
 
 def attach(
-    state: PoolState, rows: Int32[Array, " lanes"], pages: Int32[Array, "lanes width"], seq_len: Int32[Array, " lanes"]
+    state: PoolState,
+    rows: Int32[Array, " lanes"],
+    pages: Int32[Array, "lanes width"],
+    seq_len: Int32[Array, " lanes"],
 ) -> tuple[PoolState, Bool[Array, " lanes"]]:
     """Starts FREE rows on live pages of other requests (a prefix hit): each page gets one more holder.
 

@@ -137,7 +137,10 @@ class Operations:
             ready = requests.available(state, rows, target, pages_per_row=PAGES_PER_ROW)
             return *requests.reserve(state, rows, target, pages_per_row=PAGES_PER_ROW), ready
 
-        self.reserve = jit(reserve)
+        def demand(state, rows, target):
+            return requests.demand(state, rows, target, pages_per_row=PAGES_PER_ROW)
+
+        self.reserve, self.demand = jit(reserve), jit(demand)
         self.append = jit(functools.partial(requests.append, max_tokens=APPEND_TOKENS))
         self.park, self.resume, self.mark_release = (
             jit(requests.park),

@@ -142,7 +142,7 @@ EVEN = UnifiedLayout.from_bytes(
     ),
     total_bytes=40 * 64,
     page_size=4,
-    max_requests=2,
+    max_requests=32,
     max_tokens=32,
 )
 
@@ -266,6 +266,47 @@ def test_shortage_compacts_the_neighbour_not_the_one_that_is_short():
     assert placed(after, "full") == placed(state, "full"), "compacting oneself gains nothing"
     assert sorted(placed(after, "state").values()) == [1, 2]
     assert bool(chain.plan(layout, after.usage, demand)[0])
+    verify.check(after)
+
+
+def test_relief_for_some_where_there_is_none_for_all():
+    """Six requests want in and one fits, once the float in its way has moved: that one must not wait with the others."""
+    kwargs = dict(total_bytes=40 * 64, page_size=4, max_requests=8, max_tokens=32)
+    layout = UnifiedLayout.from_bytes(tuple(s.spec for s in EVEN.subpools), **kwargs)
+    state = craft(
+        layout,
+        [list(range(1, 9)), list(range(9, 17))],
+        {
+            "state": {1: 1, 2: 2},
+            "swa": {v: 7 + v for v in range(1, 17)},
+            "full": {v: 23 + v for v in range(1, 17)},
+        },
+        {"state": (1, 3), "swa": (8, 24), "full": (24, 40)},
+    )
+    rows, target = ints(range(2, 8)), ints([4] * 6)
+    _, out = requests.reserve(state, rows, target, pages_per_row=1)
+    assert not out.granted.any(), "the float leaves no gap to the full sub-pool"
+    demand = requests.demand(state, rows, target, pages_per_row=1)
+    assert [int(n) for n in demand] == [1, 1, 1]  # 5 free pages: one request of 3 pages
+    state, progress = jax.jit(functools.partial(compaction.relieve, complete=True))(state, demand)
+    assert int(progress) > 0
+    state, out = requests.reserve(state, rows, target, pages_per_row=1)
+    assert out.granted.tolist() == [True] + [False] * 5
+    verify.check(state)
+
+
+def test_relief_that_cannot_succeed_ends():
+    """Both ends want more than a float between them leaves: sliding it to and fro would never end."""
+    state = even_state({5: 5, 6: 6, 7: 7, 8: 8}, (5, 9))
+    relieve = jax.jit(functools.partial(compaction.relieve, complete=True))
+    demand = (ints(15), ints(0), ints(15))  # 29 pages of gap, 4 of them the float's
+    after, progress = relieve(state, demand)
+    assert int(progress) == 0
+    assert placed(after, "swa") == placed(state, "swa")
+    demand = (ints(12), ints(0), ints(13))
+    after, progress = relieve(state, demand)
+    assert bool(chain.plan(EVEN, after.usage, demand)[0])
+    assert sorted(placed(after, "swa").values()) == [15, 16, 17, 18]
     verify.check(after)
 
 
@@ -526,6 +567,28 @@ def test_prefix_pages_live_as_long_as_their_last_holder():
     contents.check(state)
     state, _ = do.release(state, lanes(4))
     assert placed(state, "full") == placed(state, "swa") == {}
+    verify.check(state)
+
+
+def test_two_requests_regain_one_dead_window_page():
+    """Both rebind it in one call: it gets one page, and both hold it."""
+    state, contents, do = filled("state_swa_full", rows=1)
+    state, _ = do.release_window(state)
+    state = contents.follow(state)
+    assert len(placed(state, "swa")) == 2  # 16 tokens, window 7: columns 2 and 3
+    shared = state.requests.pages[0, :2].tolist()
+    pages = jnp.full((cases.LANES, cases.ATTACH_WIDTH), -1).at[:2, :2].set(ints(shared))
+    state, ok = do.attach(state, lanes(4, 5), pages, lengths(8, 8))
+    assert ok.tolist() == [True, True, False, False]
+    state, out = do.rebind_window(state, lanes(4, 5))  # 8 tokens: columns 0 and 1
+    assert out.granted.tolist() == [True, True, False, False]
+    assert out.pages.tolist() == [2, 0, 0, 0]
+    assert [int(state.subpool("swa").refs[v]) for v in shared] == [2, 2]
+    verify.check(state)
+    contents.check(state)
+    state, _ = do.release(state, lanes(4))
+    state, _ = do.release(state, lanes(0))
+    assert sorted(placed(state, "swa")) == sorted(placed(state, "full")) == sorted(shared)
     verify.check(state)
 
 

@@ -4,6 +4,7 @@ Longer: UKV_MACHINE_EXAMPLES=500 pytest tests/pool/test_state_machine.py, with U
 default one.
 """
 
+import copy
 import os
 
 import jax
@@ -116,6 +117,7 @@ class PoolMachine(RuleBasedStateMachine):
         taken = [sum(e[s.is_state] for e in expected if isinstance(e, tuple)) for s in self.layout.subpools]
         self.step(state)
         self.grow_by_holes_first(before, taken)
+        return expected
 
     @rule(
         rows=ROWS,
@@ -306,18 +308,38 @@ class PoolMachine(RuleBasedStateMachine):
         could = fits(self.layout, bands(self.state), demand)
         if not self.model.gate:
             could = could or fits_compacted(self.layout, bands(self.state), demand)
+        self.make_way(demand, complete)
+        now = fits(self.layout, bands(self.state), demand)
+        assert now == could, f"demand {demand}: room {now}, expected {could}"
+
+    def make_way(self, demand, complete) -> None:
+        """Passes of relieve until the demand fits or nothing more is gained."""
         for _ in range(60):
             if bool(self.do.plan(self.state, tuple(ints(n) for n in demand))):
-                break
+                return
             moved = int(self.state.counters.moved)
             state, progress = self.do.relieve[complete](self.state, tuple(ints(n) for n in demand))
             self.step(state, moved=int(state.counters.moved) - moved)
             if int(progress) == 0:
-                break
-        else:
-            raise AssertionError("relieve makes progress for ever")
-        now = fits(self.layout, bands(self.state), demand)
-        assert now == could, f"demand {demand}: room {now}, expected {could}"
+                return
+        raise AssertionError("relieve makes progress for ever")
+
+    @rule(rows=ROWS, pages=st.lists(st.integers(0, 4), min_size=cases.LANES, max_size=cases.LANES))
+    def reserve_with_relief(self, rows, pages):
+        """Admission under shortage: as many lanes as could be served with everything compacted are served."""
+        per_page = self.model.tokens_per_page
+        had = [len(self.model.rows[r].pages) if 0 <= r < cases.MAX_REQUESTS else 0 for r in rows]
+        target = [(n + new) * per_page for n, new in zip(had, pages)]
+        trial = copy.deepcopy(self.model)
+        fit = fits if self.model.gate else fits_compacted
+        expected = trial.reserve(rows, target, cases.PAGES_PER_ROW, bands(self.state), fit)
+        granted = [e for e in expected if isinstance(e, tuple)]
+        want = [sum(e[s.is_state] for e in granted) for s in self.layout.subpools]
+        if not self.model.gate:
+            asked = self.do.demand(self.state, ints(rows), ints(target))
+            assert [int(n) for n in asked] == want
+        self.make_way(want, True)
+        assert self._reserve(rows, target) == expected
 
     # The rest.
 
