@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array
 
 from pallas_kernels.mla_decode import merge_partials, mla_decode
-from pallas_kernels.mla_decode.reference import load_rows, row_index
+from pallas_kernels.mla_decode.reference import load_rows
 from pallas_kernels.mla_prefill.rows import Rows
 
 _CHUNK_BYTES = 256 << 20  # expanded K and V of one chunk stay within this

@@ -352,11 +352,12 @@ def test_schedule_visits_every_token_once(layout, causal, kv_bytes):
 
 def test_sections_hold_what_fits():
     pair = 4096 * 640
-    assert choose_section(16, 32, pair) == (8, 1)
-    assert choose_section(4, 32, pair) == (4, 2)
-    assert choose_section(1, 32, pair) == (1, 8)
+    assert choose_section(16, 32, pair) == (16, 1)
+    assert choose_section(24, 32, pair) == (12, 1)  # two equal sections, not 17 rows and 7
+    assert choose_section(4, 32, pair) == (4, 4)
+    assert choose_section(1, 32, pair) == (1, 16)
     assert choose_section(1, 31, pair) == (1, 1)  # a prime number of heads has no other divisor that fits
-    assert choose_section(1, 32, 16 * pair) == (1, 1)
+    assert choose_section(1, 32, 32 * pair) == (1, 1)
     assert choose_section(3, 2, 640) == (3, 2)
 
 
