@@ -117,6 +117,21 @@ class ConfigReader:
             raise self.fail(f"{' or '.join(names)} must be an integer above 0, found {value!r}")
         return value
 
+    def number(self, *names: str) -> float:
+        """A required number above zero."""
+        value = self.get(*names)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self.fail(f"{' or '.join(names)} must be a number above 0, found {value!r}")
+        return float(value)
+
+    def section(self, *names: str) -> ConfigReader:
+        """Reader of a nested object (empty if none of the names is present); its `finish` is the caller's to call."""
+        value = self.get(*names, default={})
+        if not isinstance(value, dict):
+            raise self.fail(f"{' or '.join(names)} must be an object, found {value!r}")
+        name = next((name for name in names if self._raw.get(name) is not None), names[0])
+        return ConfigReader(value, f"{self._where}: {name}")
+
     def only(self, name: str, *allowed: Any) -> None:
         """Accepts an absent or null field, or one of the values that the implementation stands for."""
         value = self.get(name)
