@@ -61,8 +61,8 @@ def issue_products(q_ref, k_ref, v_ref, p, acc, transforms):
             o = asm.accumulator(_QUERIES, width, acc)
             words = _by_half(p)
             for k in range(0, keys, _SLICE):
-                a_at = [asm.word(words[half][k + column]) for column in (0, 8) for half in (0, 8)]
-                asm.wgmma(o, "{" + ", ".join(a_at) + "}", asm.descriptor(b, k * _ROW_BYTES), transpose="1")
+                fragment = ", ".join(asm.word(words[half][k + column]) for column in (0, 8) for half in (0, 8))
+                asm.wgmma(o, f"{{{fragment}}}", asm.descriptor(b, k * _ROW_BYTES), transpose="1")
             asm.lines.append("wgmma.commit_group.sync.aligned;")
         return tuple(asm.emit())
 

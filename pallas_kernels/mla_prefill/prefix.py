@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -11,6 +11,7 @@ from jaxtyping import Array
 from pallas_kernels.mla_decode import merge_partials, mla_decode
 from pallas_kernels.mla_decode.reference import load_rows
 from pallas_kernels.mla_prefill.rows import Rows
+from pallas_kernels.xla_attention import row_index
 
 _CHUNK_BYTES = 256 << 20  # expanded K and V of one chunk stay within this
 _MIN_CHUNK, _MAX_CHUNK = 128, 4096
@@ -21,7 +22,7 @@ Partial = tuple[Array, Array]
 _project = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def cheaper_form(queries: int, *, rank: int, nope: int, rope: int, v_width: int) -> str:
+def cheaper_form(queries: int, *, rank: int, nope: int, rope: int, v_width: int) -> Literal["absorbed", "expanded"]:
     """The form with fewer FLOPs a cached row and head when that many queries read it."""
     absorbed = queries * (2 * rank + rope)
     expanded = queries * (nope + rope + v_width) + rank * (nope + v_width)
