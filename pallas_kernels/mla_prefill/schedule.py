@@ -70,7 +70,7 @@ class Schedule(NamedTuple):
         within = ticket - section * size
         tile = lax.div(within, self.section_heads)
         head = section * self.section_heads + (within - tile * self.section_heads)
-        return Item(*[items_ref[tile, i] for i in range(6)], head)
+        return Item._make([*(items_ref[tile, i] for i in range(6)), head])
 
 
 def make_schedule(
