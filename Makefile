@@ -5,6 +5,10 @@ PYTHON_BIN := .venv/bin/python
 # Without the CUDA libraries the plugin wheels can compile, not run.
 DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
+# What also runs on the newest jax: the index operations and attention over the pool, and what names their rows.
+ON_NEWEST := tests/kernels/test_gather_translate.py tests/kernels/test_mla_decode.py tests/test_translator.py \
+	tests/pool/test_worked_numbers.py
+
 help:
 	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
 	@echo "make test        the fast test suite (no GPU needed)"
@@ -42,4 +46,4 @@ notebook: venv
 newest: venv
 	@tools/bootstrap.sh .cache/newest newest
 	PYTHONPATH=.cache/newest $(PYTHON_BIN) -c "import jax; print('jax', jax.__version__)"
-	PYTHONPATH=.cache/newest $(PYTHON_BIN) -m pytest tests/kernels -m "not gpu and not slow and not deviceless"
+	PYTHONPATH=.cache/newest $(PYTHON_BIN) -m pytest -m "not gpu and not slow and not deviceless" $(ON_NEWEST)
