@@ -49,7 +49,9 @@ def decode(params, state, gen, delivery="table"):
     def model(params, tokens, cache):
         return forward(params, CONFIG, tokens, cache, last_only=True)
 
-    return loop.decode_loop(model, params, state, gen, 64, history_len=64, delivery=delivery, implementation="xla")
+    return loop.decode_loop(
+        model, params, state, gen, 64, history_len=64, delivery=delivery, implementation="xla"
+    )
 
 
 def prefill(params, state, gen, rows, tokens, new_len, last):
@@ -124,7 +126,9 @@ def test_pool_operation_copies_no_pool(name, cpu):
     [
         pytest.param("table", True, id="table-cpu"),
         *(
-            pytest.param(delivery, False, id=f"{delivery}-h200", marks=[pytest.mark.deviceless, requires_plugin])
+            pytest.param(
+                delivery, False, id=f"{delivery}-h200", marks=[pytest.mark.deviceless, requires_plugin]
+            )
             for delivery in ("table", "stream", "virtual")
         ),
     ],
@@ -133,7 +137,11 @@ def test_decode_loop_with_compaction_copies_no_pool(delivery, cpu):
     def make(total):
         layout = unified(total)
         state, gen = abstract(layout)
-        return layout, (partial(decode, delivery=delivery), (abstract_params(CONFIG, jnp.bfloat16), state, gen), (1, 2))
+        return layout, (
+            partial(decode, delivery=delivery),
+            (abstract_params(CONFIG, jnp.bfloat16), state, gen),
+            (1, 2),
+        )
 
     check_no_copy(make, cpu)
 
@@ -144,7 +152,11 @@ def test_prefill_chunk_copies_no_pool(cpu):
         layout = unified(total)
         state, gen = abstract(layout)
         params = abstract_params(CONFIG, jnp.bfloat16)
-        return layout, (prefill, (params, state, gen, lanes(), lanes("int32", 16), lanes(), lanes("bool")), (1, 2))
+        return layout, (
+            prefill,
+            (params, state, gen, lanes(), lanes("int32", 16), lanes(), lanes("bool")),
+            (1, 2),
+        )
 
     check_no_copy(make, cpu)
 
@@ -168,7 +180,10 @@ def test_unified_step_launches_few_kernels_more_than_a_static_one():
     static = StaticLayout.from_pages(
         specs(), pages={"full": 1 << 14, "state": ROWS}, page_size=64, max_requests=ROWS, max_tokens=4096
     )
-    counts = {name: len(step_program(layout).launches) for name, layout in (("unified", unified(4 * GIB)), ("static", static))}
+    counts = {
+        name: len(step_program(layout).launches)
+        for name, layout in (("unified", unified(4 * GIB)), ("static", static))
+    }
     print(counts)
     # Finding pages (holes and the frontier), binding them and the table's gather through v2p.
     assert 0 <= counts["unified"] - counts["static"] <= MORE_LAUNCHES, counts
@@ -199,7 +214,9 @@ KIMI_48B = replace(
     mlps=("dense",) + ("moe",) * 26,
     mla=MLAConfig(num_heads=32, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
     kda=KDAConfig(num_heads=32, head_dim=128, conv_kernel=4),
-    moe=replace(CONFIG.moe, num_experts=256, experts_per_token=8, intermediate_size=1024, scaling_factor=2.446),
+    moe=replace(
+        CONFIG.moe, num_experts=256, experts_per_token=8, intermediate_size=1024, scaling_factor=2.446
+    ),
 )
 
 
@@ -227,7 +244,9 @@ def test_loop_of_the_48b_model_compiles_within_its_budget_and_is_captured_whole(
         run, abstract_params(KIMI_48B, jnp.bfloat16), state, gen, donate=(1, 2), options=CAPTURE_LOOPS
     )
     spent = time.process_time() - start
-    print(f"{spent:.0f} CPU seconds, {len(program.launches)} launches, {program.temp_bytes / 1e6:.0f} MB of temporaries")
+    print(
+        f"{spent:.0f} CPU seconds, {len(program.launches)} launches, {program.temp_bytes / 1e6:.0f} MB of temporaries"
+    )
     assert spent <= COMPILE_BUDGET_S
     assert program.alias_bytes >= layout.total_bytes
     assert program.temp_bytes < 1 * GIB  # nothing as large as an expert product of every token or the pool

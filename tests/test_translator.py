@@ -18,7 +18,9 @@ from ukv_jax.translator import KernelTokens, VirtualTokens
 PS = 4
 MLA2 = MLASpec(num_layers=2, kv_lora_rank=8, qk_rope_head_dim=4)
 SWA = KVSpec(num_layers=3, num_kv_heads=1, head_dim=8, window=6, name="swa")
-STATE = StateSpec((StatePart("conv", 2, 3, (8,), "bfloat16"), StatePart("recurrent", 2, 2, (4, 4), "float32")))
+STATE = StateSpec(
+    (StatePart("conv", 2, 3, (8,), "bfloat16"), StatePart("recurrent", 2, 2, (4, 4), "float32"))
+)
 LIMITS = dict(page_size=PS, max_requests=4, max_tokens=32)
 
 
@@ -95,14 +97,16 @@ def filled(layout, lengths=(10, 7, 0, 25)):
     rows = jnp.arange(4, dtype=jnp.int32)
     state, got = requests.reserve(state, rows, jnp.array(lengths, jnp.int32), pages_per_row=8)
     assert got.granted.tolist() == [n > 0 for n in lengths]
-    state, ok = requests.append(state, rows, jnp.array(lengths, jnp.int32), max_tokens=32)
+    state, _ = requests.append(state, rows, jnp.array(lengths, jnp.int32), max_tokens=32)
     assert int(state.counters.faults) == 0
     return state
 
 
 LAYOUTS = {
     "unified": lambda: UnifiedLayout.from_bytes((MLA2, SWA, STATE), total_bytes=1 << 15, **LIMITS),
-    "static": lambda: StaticLayout.from_pages((MLA2, SWA, STATE), pages={"full": 20, "swa": 18, "state": 4}, **LIMITS),
+    "static": lambda: StaticLayout.from_pages(
+        (MLA2, SWA, STATE), pages={"full": 20, "swa": 18, "state": 4}, **LIMITS
+    ),
 }
 
 
@@ -149,7 +153,9 @@ def test_one_pass_builds_the_full_and_the_window_table(kind):
 
 def test_static_split_hands_its_ids_through_without_a_copy():
     state = filled(LAYOUTS["static"]())
-    compiled = jax.jit(lambda s: translator.fill_read_table(s, None, s.requests.seq_len).table, donate_argnums=0)
+    compiled = jax.jit(
+        lambda s: translator.fill_read_table(s, None, s.requests.seq_len).table, donate_argnums=0
+    )
     analysis = compiled.lower(state).compile().memory_analysis()
     assert analysis.alias_size_in_bytes >= state.requests.pages.nbytes
     assert analysis.temp_size_in_bytes == 0
@@ -181,7 +187,9 @@ def test_reads_are_translated():
     state = worked_state()
     for delivery, translated in (("table", True), ("stream", True), ("virtual", False)):
         source = translator.read_source(state, ROW0, TEN, delivery=delivery)
-        assert isinstance(source, {"table": PageTable, "stream": TokenStream, "virtual": VirtualPages}[delivery])
+        assert isinstance(
+            source, {"table": PageTable, "stream": TokenStream, "virtual": VirtualPages}[delivery]
+        )
         assert translator.reads_are_translated(source) is translated
         if not translated:
             with pytest.raises(ValueError, match="deferred"):
@@ -206,7 +214,11 @@ def test_read_metadata_is_bounded_by_the_pool():
         )
 
     fill = partial(
-        gather_translate.fill_read_table, page_size=1, blocks_per_page=7, width=context, implementation="mosaic"
+        gather_translate.fill_read_table,
+        page_size=1,
+        blocks_per_page=7,
+        width=context,
+        implementation="mosaic",
     )
     packed = compile_for(stream, *args, shape((resident,), "int32"), donate=3)
     rectangle = compile_for(lambda table, v2p, kv_end: fill(table, v2p, kv_end), *args)
@@ -216,5 +228,7 @@ def test_read_metadata_is_bounded_by_the_pool():
 
     assert metadata(packed) <= 33e6, metadata(packed)
     assert metadata(rectangle) >= rows * context * 4
-    print(f"request map {rows * context * 4 / 1e6:.1f} MB, stream {metadata(packed) / 1e6:.1f} MB, "
-          f"rectangle {metadata(rectangle) / 1e6:.1f} MB")
+    print(
+        f"request map {rows * context * 4 / 1e6:.1f} MB, stream {metadata(packed) / 1e6:.1f} MB, "
+        f"rectangle {metadata(rectangle) / 1e6:.1f} MB"
+    )

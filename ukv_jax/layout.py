@@ -516,4 +516,10 @@ class StaticLayout(PoolLayout):
                 f"one mean request takes {per_request:.0f}"
             )
         pages = {name: int(need * requests) for name, (need, _) in share.items()}
+        needs = {c.name: 1 if isinstance(c, StateSpec) else -(-kwargs["max_tokens"] // page_size) for c in chain}
+        if any(pages[name] < need for name, need in needs.items()):
+            raise ValueError(
+                f"a static split of {total_bytes} bytes for mean requests of {mean_tokens:.0f} tokens has pages {pages}; "
+                f"one request of {kwargs['max_tokens']} tokens takes {needs}"
+            )
         return cls.from_pages(specs, pages=pages, **kwargs)

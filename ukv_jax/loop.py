@@ -306,11 +306,15 @@ def decode_loop(
     kinds = len(layout.subpools)
     zeros = jnp.zeros(history_len, jnp.int32)
     history = History(
-        jnp.zeros((history_len, kinds), jnp.int32), jnp.zeros((history_len, kinds), jnp.int32), zeros, zeros, zeros
+        jnp.zeros((history_len, kinds), jnp.int32),
+        jnp.zeros((history_len, kinds), jnp.int32),
+        zeros,
+        zeros,
+        zeros,
     )
 
     def running(carry):
-        state, gen, step, _, starved, _ = carry
+        _, gen, step, _, starved, _ = carry
         return (step < limit) & ~starved & jnp.any(gen.decoding)
 
     def body(carry):

@@ -101,7 +101,9 @@ class PoolState:
 def _init_subpool(layout: PoolLayout, index: int) -> SubPoolState:
     s = layout.subpools[index]
     low, high = chain.initial_band(layout, index)
-    ids = jnp.arange(s.num_virtual, 0, -1, dtype=jnp.int32) - 1  # the stack's top is id 1; its last word is unused
+    ids = (
+        jnp.arange(s.num_virtual, 0, -1, dtype=jnp.int32) - 1
+    )  # the stack's top is id 1; its last word is unused
     return SubPoolState(
         v2p=jnp.full(s.num_virtual + 1, UNBOUND, jnp.int32).at[PADDING].set(0),
         p2v=jnp.full(s.num_pages + 1, UNBOUND, jnp.int32).at[PADDING].set(0),
@@ -179,7 +181,12 @@ def pages_are_ids(layout: PoolLayout, subpool: SubPool) -> bool:
 
 
 def take(
-    layout: PoolLayout, index: int, pool: SubPoolState, growth: chain.Growth, count: Int32[Array, ""], lanes: int
+    layout: PoolLayout,
+    index: int,
+    pool: SubPoolState,
+    growth: chain.Growth,
+    count: Int32[Array, ""],
+    lanes: int,
 ) -> tuple[SubPoolState, Int32[Array, " lanes"], Int32[Array, " lanes"]]:
     """Takes `count` (at most `lanes`) free ids and pages, as planned in `growth`; holes first, then the frontier.
 
@@ -224,7 +231,9 @@ def is_live(pool: SubPoolState, virtual: Int32[Array, " lanes"]) -> Bool[Array, 
     return inside & (pool.v2p[jnp.where(inside, virtual, 0)] > 0)
 
 
-def add_refs(pool: SubPoolState, virtual: Int32[Array, " lanes"], mask: Bool[Array, " lanes"]) -> SubPoolState:
+def add_refs(
+    pool: SubPoolState, virtual: Int32[Array, " lanes"], mask: Bool[Array, " lanes"]
+) -> SubPoolState:
     """One more holder for each masked lane's page (which must be live)."""
     target = jnp.where(mask, virtual, pool.refs.shape[0])
     return replace(pool, refs=pool.refs.at[target].add(1, mode="drop"))

@@ -13,7 +13,7 @@ through unchanged (multiplier 1, and no map for a sub-pool that owns its ids).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,9 @@ class KernelTokens:
 
 def _virtual(name: str, tokens: VirtualTokens) -> Int32[Array, "..."]:
     if isinstance(tokens, KernelTokens):
-        raise TypeError(f"{name} got ids that are translated already (KernelTokens); pass the VirtualTokens they came from")
+        raise TypeError(
+            f"{name} got ids that are translated already (KernelTokens); pass the VirtualTokens they came from"
+        )
     if not isinstance(tokens, VirtualTokens):
         raise TypeError(f"{name} takes VirtualTokens, got {type(tokens).__name__}")
     return tokens.ids
@@ -72,7 +74,9 @@ def virtual_tokens(
     layout, tpp = state.layout, tokens_per_page(state.layout)
     inside = (rows >= 0) & (rows < layout.max_requests)
     column = jnp.where(positions >= 0, positions, 0) // tpp
-    page = state.requests.pages[jnp.where(inside, rows, 0)[:, None], jnp.minimum(column, layout.max_pages - 1)]
+    page = state.requests.pages[
+        jnp.where(inside, rows, 0)[:, None], jnp.minimum(column, layout.max_pages - 1)
+    ]
     held = inside[:, None] & (positions >= 0) & (column < layout.max_pages) & (page > 0)
     return VirtualTokens(jnp.where(held, page * tpp + positions % tpp, pool.UNBOUND))
 
@@ -296,13 +300,17 @@ def read_source(
     implementation: str | None = None,
 ) -> ReadSource:
     """One of the three deliveries, by name. capacity: of a stream; default: every token the sub-pool can hold."""
-    options = dict(kv_start=kv_start, seq_len_delta=seq_len_delta)
+    options: dict[str, Any] = {"kv_start": kv_start, "seq_len_delta": seq_len_delta}
     if delivery == "table":
         return fill_read_table(state, rows, kv_end, name, implementation=implementation, **options)
     if delivery == "stream":
         s = _kv(state, name)
-        size = capacity or min((s.num_pages - s.first_page) * s.page_size, rows.shape[0] * state.layout.max_tokens)
-        return fill_packed_read_stream(state, rows, kv_end, name, capacity=size, implementation=implementation, **options)
+        size = capacity or min(
+            (s.num_pages - s.first_page) * s.page_size, rows.shape[0] * state.layout.max_tokens
+        )
+        return fill_packed_read_stream(
+            state, rows, kv_end, name, capacity=size, implementation=implementation, **options
+        )
     if delivery == "virtual":
         return virtual_source(state, rows, kv_end, name, **options)
     raise ValueError(f"delivery must be 'table', 'stream' or 'virtual', got {delivery!r}")
@@ -320,7 +328,9 @@ def reads_are_translated(source: ReadSource | VirtualTokens | KernelTokens) -> b
 def require_translated(source: ReadSource | VirtualTokens | KernelTokens, consumer: str) -> None:
     """Raises ValueError where `consumer` cannot defer and the ids are still virtual."""
     if not reads_are_translated(source):
-        raise ValueError(f"{consumer} reads kernel-facing ids and got a {type(source).__name__}, whose translation is deferred")
+        raise ValueError(
+            f"{consumer} reads kernel-facing ids and got a {type(source).__name__}, whose translation is deferred"
+        )
 
 
 def _start(kv_start, end: Int32[Array, " rows"]) -> Int32[Array, " rows"]:

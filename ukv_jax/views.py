@@ -34,7 +34,9 @@ def _views_are_free() -> bool:
     return device.target()[0] == "cuda"
 
 
-def read_rows(buffer: UInt8[Array, " total"], dtype: DTypeLike, elements: int, index: Int32[Array, "..."]) -> Array:
+def read_rows(
+    buffer: UInt8[Array, " total"], dtype: DTypeLike, elements: int, index: Int32[Array, "..."]
+) -> Array:
     """Rows of `elements` values of `dtype`, `[..., elements]`; row i starts at byte i * row bytes. Indices must be in range."""
     item = np.dtype(dtype)
     if _views_are_free():
@@ -43,7 +45,9 @@ def read_rows(buffer: UInt8[Array, " total"], dtype: DTypeLike, elements: int, i
     return from_bytes(raw, item)
 
 
-def write_rows(buffer: UInt8[Array, " total"], index: Int32[Array, " n"], rows: Array) -> UInt8[Array, " total"]:
+def write_rows(
+    buffer: UInt8[Array, " total"], index: Int32[Array, " n"], rows: Array
+) -> UInt8[Array, " total"]:
     """Writes rows `[n, elements]` where `read_rows` finds them; a negative index drops its row."""
     if _views_are_free():
         view = from_bytes(buffer, rows.dtype).reshape(-1, rows.shape[1])
@@ -55,7 +59,11 @@ def write_rows(buffer: UInt8[Array, " total"], index: Int32[Array, " n"], rows: 
 
 
 def clear_pages(
-    layout: PoolLayout, subpool: SubPool, buffer: UInt8[Array, " total"], pages: Int32[Array, " n"], count: Int32[Array, ""]
+    layout: PoolLayout,
+    subpool: SubPool,
+    buffer: UInt8[Array, " total"],
+    pages: Int32[Array, " n"],
+    count: Int32[Array, ""],
 ) -> UInt8[Array, " total"]:
     """Zeroes the first `count` of `pages` in every region. A trip a page, so the zeros never exist as an array."""
 

@@ -10,6 +10,13 @@ from ukv_jax.layout import FP8_MAX, MLASpec, SubPool
 from ukv_jax.translator import KernelTokens
 
 
+def latent_spec(subpool: SubPool) -> MLASpec:
+    """The spec of a sub-pool of latent rows; ValueError for another kind."""
+    if not isinstance(subpool.spec, MLASpec):
+        raise ValueError(f"sub-pool {subpool.name!r} holds {type(subpool.spec).__name__}, not MLA rows")
+    return subpool.spec
+
+
 def encode_rows(spec: MLASpec, row_width: int, kv: Float[Array, "n width"]) -> Array:
     """Rows as they are stored, `[n, row_width]` of the sub-pool's dtype.
 
@@ -31,9 +38,9 @@ def write(
     subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, locs: KernelTokens, kv_c: Array, k_pe: Array
 ) -> UInt8[Array, " total"]:
     """Stores one latent row a token at cache-layer `layer`; kv_c and k_pe are [rows, tokens, width], loc 0 drops."""
-    region = subpool.region()
+    region, spec = subpool.region(), latent_spec(subpool)
     kv = jnp.concatenate([kv_c, k_pe], axis=-1)
-    stored = encode_rows(subpool.spec, region.block_shape[-1], kv.reshape(-1, kv.shape[-1]))
+    stored = encode_rows(spec, region.block_shape[-1], kv.reshape(-1, kv.shape[-1]))
     loc = locs.ids.reshape(-1)
     offset = subpool.block_offset(layer) * subpool.page_size
     return views.write_rows(buffer, jnp.where(loc > 0, loc + offset, -1), stored)
@@ -52,15 +59,15 @@ def attend(
     implementation: str | None,
 ) -> tuple[Float[Array, "rows tokens heads kv_lora_rank"], Float[Array, "rows tokens heads"]]:
     """Output in the latent space and log-sum-exp of each query, query i of a row at position q_start + i."""
-    region = subpool.region()
+    region, spec = subpool.region(), latent_spec(subpool)
     return mla_decode.mla_decode(
         jnp.concatenate([ql_nope, q_pe], axis=-1),
         buffer,
         source,
         jnp.int32(subpool.block_offset(layer)),
-        kv_dtype=subpool.spec.dtype,
+        kv_dtype=spec.dtype,
         row_width=region.block_shape[-1],
-        v_width=subpool.spec.kv_lora_rank,
+        v_width=spec.kv_lora_rank,
         sm_scale=sm_scale,
         q_start=q_start,
         implementation=implementation,

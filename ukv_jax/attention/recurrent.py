@@ -11,14 +11,20 @@ from ukv_jax import views
 from ukv_jax.layout import PADDING, StateSpec, SubPool
 
 
-def _block_index(subpool: SubPool, part: str, layer: int, slots: Int32[Array, " rows"]) -> Int32[Array, "rows blocks"]:
+def _block_index(
+    subpool: SubPool, part: str, layer: int, slots: Int32[Array, " rows"]
+) -> Int32[Array, "rows blocks"]:
     """Block of every piece of `part` at cache-layer `layer`; the padding slot's for a dead row."""
     per_layer = next(p for p in subpool.spec.parts if p.name == part).blocks_per_layer
-    offsets = np.array([subpool.block_offset(layer * per_layer + j, part) for j in range(per_layer)], np.int32)
+    offsets = np.array(
+        [subpool.block_offset(layer * per_layer + j, part) for j in range(per_layer)], np.int32
+    )
     return jnp.maximum(slots, PADDING)[:, None] * subpool.stride(part) + offsets
 
 
-def read(subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: Int32[Array, " rows"]) -> dict[str, Array]:
+def read(
+    subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: Int32[Array, " rows"]
+) -> dict[str, Array]:
     """Each part of one layer, [rows, blocks_per_layer, *block_shape]; a dead row (slot -1) reads zeros."""
     assert isinstance(subpool.spec, StateSpec)
     state = {}
@@ -30,7 +36,11 @@ def read(subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: In
 
 
 def write(
-    subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: Int32[Array, " rows"], state: dict[str, Array]
+    subpool: SubPool,
+    buffer: UInt8[Array, " total"],
+    layer: int,
+    slots: Int32[Array, " rows"],
+    state: dict[str, Array],
 ) -> UInt8[Array, " total"]:
     """Stores what `read` gave, changed. Dead rows write nothing. Missing or unknown parts are a ValueError."""
     assert isinstance(subpool.spec, StateSpec)

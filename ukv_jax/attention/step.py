@@ -27,10 +27,10 @@ def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
         specs.append(
             MLASpec(latent.num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, latent.dtype)
         )
-    for kv in spec.kv:
-        specs.append(
-            KVSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.v_head_dim, kv.dtype, kv.window, kv.name)
-        )
+    specs += [
+        KVSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.v_head_dim, kv.dtype, kv.window, kv.name)
+        for kv in spec.kv
+    ]
     if spec.state:
         specs.append(
             StateSpec(tuple(StatePart(p.name, p.num_layers, p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.state))
@@ -57,8 +57,6 @@ class PoolStep:
     ) -> tuple[Array, "PoolStep"]:
         """Stores kv_c and k_pe of the new tokens at cache-layer `layer`, then attends. Shapes as in `attention.mla`."""
         full = self.layout.full
-        if not isinstance(full.spec, MLASpec):
-            raise ValueError(f"the full sub-pool holds {type(full.spec).__name__}, not MLA rows")
         buffer = mla.write(full, self.buffer, layer, self.write_locs, kv_c, k_pe)
         out, _ = mla.attend(
             full,
