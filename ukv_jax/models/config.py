@@ -10,12 +10,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from ukv_jax.models.rope import RopeConfig
 
 
 @dataclass(frozen=True)
 class MLAConfig:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). Without `rope` the qk_rope_head_dim
+    part of queries and keys is a plain one."""
 
     num_heads: int
     kv_lora_rank: int
@@ -24,6 +28,7 @@ class MLAConfig:
     v_head_dim: int
     q_lora_rank: int | None = None
     latent_norm_eps: float = 1e-6
+    rope: RopeConfig | None = None
 
     @property
     def qk_head_dim(self) -> int:
@@ -31,7 +36,7 @@ class MLAConfig:
 
     @property
     def sm_scale(self) -> float:
-        return self.qk_head_dim**-0.5
+        return self.qk_head_dim**-0.5 * (self.rope.softmax_factor if self.rope else 1.0)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,10 @@ class KDAConfig:
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Routed experts with sigmoid scores, a selection bias, optional expert groups, and shared experts."""
+    """Routed experts, optional expert groups, and shared experts.
+
+    group_rank: what a group of experts is ranked by, the sum of its two best scores or its best score.
+    """
 
     num_experts: int
     experts_per_token: int
@@ -59,6 +67,8 @@ class MoEConfig:
     scaling_factor: float
     num_groups: int = 1
     groups_per_token: int = 1
+    score_function: Literal["sigmoid", "softmax"] = "sigmoid"
+    group_rank: Literal["top2", "max"] = "top2"
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,10 @@ class ModelConfig:
     mla: MLAConfig | None = None
     kda: KDAConfig | None = None
     moe: MoEConfig | None = None
+    mtp_layers: int = 0  # layers for multi-token prediction that a checkpoint holds after these; not loaded
+    fp8_block: tuple[int, int] | None = (
+        None  # rows and columns that share a scale where weights are stored as fp8
+    )
 
     @property
     def num_layers(self) -> int:

@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.layers import linear, rms_norm
+from ukv_jax.models.rope import apply_rope
 
 
 def apply(
@@ -40,6 +41,8 @@ def apply(
     kv_c = rms_norm(latent[..., : mla.kv_lora_rank], params["kv_a_norm"], mla.latent_norm_eps)
     k_pe = latent[..., mla.kv_lora_rank :]
 
+    if mla.rope is not None:
+        q_pe, k_pe = (apply_rope(mla.rope, pe, cache.positions) for pe in (q_pe, k_pe))
     ql_nope = jnp.einsum("rthn,hnl->rthl", q_nope, params["w_uk"])
     out, cache = cache.mla(layer, ql_nope, q_pe, kv_c, k_pe, sm_scale=mla.sm_scale)
     out = jnp.einsum("rthl,hvl->rthv", out.astype(x.dtype), params["w_uv"])

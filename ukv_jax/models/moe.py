@@ -15,22 +15,23 @@ from ukv_jax.models.layers import swiglu
 def route(
     x: Float[Array, "tokens hidden"],
     weight: Float[Array, "experts hidden"],
-    bias: Float[Array, " experts"],
+    bias: Float[Array, " experts"] | None,
     config: MoEConfig,
 ) -> tuple[Int32[Array, "tokens k"], Float[Array, "tokens k"]]:
     """Experts of each token and their weights (float32).
 
-    Scores are sigmoids; `bias` takes part in the choice only (arXiv 2412.19437, section 2.1.2). With groups, only the
-    best `groups_per_token` groups compete, a group being ranked by the sum of its two best experts.
+    `bias` takes part in the choice only (arXiv 2412.19437, section 2.1.2). With groups, only the best
+    `groups_per_token` groups compete, a group being ranked by the sum of its two best experts (V3) or by its best
+    (arXiv 2405.04434, section 2.2.2).
     """
     logits = lax.dot_general(
         x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
     )
-    scores = jax.nn.sigmoid(logits)
-    choice = scores + bias
+    scores = jax.nn.sigmoid(logits) if config.score_function == "sigmoid" else jax.nn.softmax(logits)
+    choice = scores if bias is None else scores + bias
     if config.num_groups > 1:
         groups = choice.reshape(x.shape[0], config.num_groups, -1)
-        rank = lax.top_k(groups, 2)[0].sum(-1)
+        rank = lax.top_k(groups, 2 if config.group_rank == "top2" else 1)[0].sum(-1)
         best = lax.top_k(rank, config.groups_per_token)[1]
         kept = (best[..., None] == jnp.arange(config.num_groups)).any(axis=1)
         choice = jnp.where(kept[..., None], groups, -jnp.inf).reshape(choice.shape)
@@ -55,7 +56,7 @@ def apply(
     if experts not in EXPERTS:
         raise ValueError(f"experts={experts!r} is not an implementation; there are: {sorted(EXPERTS)}")
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = route(flat, params["router"], params["router_bias"], config)
+    chosen, weights = route(flat, params["router"], params.get("router_bias"), config)
     chosen = jnp.where(valid.reshape(-1, 1), chosen, config.num_experts)
     routed = EXPERTS[experts](flat, chosen, weights, params["experts_gate_up"], params["experts_down"])
     out = routed.reshape(x.shape)

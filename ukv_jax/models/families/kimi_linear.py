@@ -12,14 +12,25 @@ from dataclasses import replace
 from ukv_jax.models.config import (
     ConfigReader,
     KDAConfig,
-    MLAConfig,
     ModelConfig,
     MoEConfig,
     read_dtype,
     token_ids,
 )
+from ukv_jax.models.families.common import (
+    Path,
+    check_groups,
+    ends,
+    experts,
+    gated,
+    mla,
+    norms,
+    read_mla,
+    stacked,
+    whole,
+)
 from ukv_jax.models.families.family import Family
-from ukv_jax.models.weights import Place, Tensor
+from ukv_jax.models.weights import Tensor
 
 MIXER_OF_LAYER_TYPE = {"full_attention": "mla", "linear_attention": "kda"}
 MLP_OF_LAYER_TYPE = {"dense": "dense", "sparse": "moe"}
@@ -28,15 +39,7 @@ MLP_OF_LAYER_TYPE = {"dense": "dense", "sparse": "moe"}
 def read_config(reader: ConfigReader) -> ModelConfig:
     """Maps config.json; raises ValueError for what the layer kinds here don't compute."""
     layers = reader.positive("num_hidden_layers")
-    heads = reader.positive("num_attention_heads")
-    mla = MLAConfig(
-        num_heads=heads,
-        kv_lora_rank=reader.positive("kv_lora_rank"),
-        qk_nope_head_dim=reader.positive("qk_nope_head_dim"),
-        qk_rope_head_dim=reader.positive("qk_rope_head_dim"),
-        v_head_dim=reader.positive("v_head_dim"),
-        q_lora_rank=reader.get("q_lora_rank"),
-    )
+    latent = read_mla(reader)
     linear = reader.get("linear_attn_config", default={})
     known = {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"}
     if set(linear) - known:
@@ -51,14 +54,10 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     mlps = _mlps(reader, layers)
     moe = _moe(reader) if "moe" in mlps else None
 
-    reader.only("qk_head_dim", mla.qk_head_dim)
-    reader.only("num_key_value_heads", heads)  # MLA: every head has its own up-projected key
     reader.only("hidden_act", "silu")
-    reader.only("attention_bias", False)
     reader.only("mla_use_nope", True)
     reader.only("num_nextn_predict_layers", 0)
-    # Unused without rotary embedding; head_dim is a left-over of the general config class.
-    reader.inert(("rope_theta", "rope_scaling", "rope_parameters", "head_dim"))
+    reader.inert(("rope_theta", "rope_scaling", "rope_parameters"))  # unused without rotary embedding
     return ModelConfig(
         family="kimi_linear",
         vocab_size=reader.positive("vocab_size"),
@@ -73,7 +72,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         bos_token_id=reader.get("bos_token_id"),
         pad_token_id=reader.get("pad_token_id"),
         tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
-        mla=mla,
+        mla=latent,
         kda=kda,
         moe=moe,
     )
@@ -144,104 +143,27 @@ def _moe(reader: ConfigReader) -> MoEConfig:
     if moe.num_groups > 1:
         reader.only("use_grouped_topk", True)
     reader.inert(("use_grouped_topk",))  # with one group both values mean the same
-    per_group, rest = divmod(moe.num_experts, moe.num_groups)
-    if rest or (moe.num_groups > 1 and per_group < 2):
-        raise reader.fail(f"{moe.num_experts} experts do not make {moe.num_groups} groups of at least 2")
-    if moe.experts_per_token > moe.groups_per_token * per_group:
-        raise reader.fail(
-            f"{moe.experts_per_token} experts a token wanted, but {moe.groups_per_token} groups hold "
-            f"{moe.groups_per_token * per_group}"
-        )
-    return moe
+    return check_groups(reader, moe)
 
 
 def tensors(config: ModelConfig) -> list[Tensor]:
     """Every tensor of the published checkpoint and where it goes in the decoder's parameters."""
-    hidden = config.hidden_size
-    out = [
-        _whole("model.embed_tokens.weight", ("embed",), (config.vocab_size, hidden)),
-        _whole("model.norm.weight", ("final_norm",), (hidden,)),
-    ]
-    if not config.tie_word_embeddings:
-        out.append(_whole("lm_head.weight", ("lm_head",), (config.vocab_size, hidden)))
+    out = ends(config)
     for i, (mixer, mlp) in enumerate(zip(config.mixers, config.mlps, strict=True)):
         name, path = f"model.layers.{i}", ("layers", i)
-        out.append(_whole(f"{name}.input_layernorm.weight", (*path, "mixer_norm"), (hidden,)))
-        out.append(_whole(f"{name}.post_attention_layernorm.weight", (*path, "mlp_norm"), (hidden,)))
-        attention = _mla if mixer == "mla" else _kda
+        out += norms(config, name, path)
+        attention = mla if mixer == "mla" else _kda
         out += attention(config, f"{name}.self_attn", (*path, "mixer"))
         if mlp == "dense":
-            size = config.intermediate_size
+            hidden, size = config.hidden_size, config.intermediate_size
             # transformers 5.24 saves the dense layer under the name of the sparse ones.
-            dense = _gated(f"{name}.mlp", (*path, "mlp"), "gate_up", "down", hidden, size)
+            dense = gated(f"{name}.mlp", (*path, "mlp"), "gate_up", "down", hidden, size)
             out += [replace(t, alias=t.name.replace(".mlp.", ".block_sparse_moe.")) for t in dense]
         else:
-            out += _experts(config, f"{name}.block_sparse_moe", (*path, "mlp"))
+            out += experts(
+                config, f"{name}.block_sparse_moe", (*path, "mlp"), names=("w1", "w3", "w2"), bias=True
+            )
     return out
-
-
-Path = tuple[str | int, ...]
-
-
-def _whole(
-    name: str, path: Path, shape: tuple[int, ...], to: tuple[int, ...] | None = None, float32: bool = False
-) -> Tensor:
-    return Tensor(name, shape, (Place(path, to or shape),), float32)
-
-
-def _stacked(names: list[str], path: Path, shape: tuple[int, ...], to: tuple[int, ...]) -> list[Tensor]:
-    """Tensors of one shape, put one after the other along the first axis of one parameter."""
-    whole = (len(names) * to[0], *to[1:])
-
-    def place(i: int) -> Place:
-        return Place(path, whole, (i * to[0],) + (0,) * (len(to) - 1), lambda x: x.reshape(to))
-
-    return [Tensor(name, shape, (place(i),)) for i, name in enumerate(names)]
-
-
-def _gated(name: str, path: Path, gate_up: str, down: str, hidden: int, size: int) -> list[Tensor]:
-    names = [f"{name}.gate_proj.weight", f"{name}.up_proj.weight"]
-    return [
-        *_stacked(names, (*path, gate_up), (size, hidden), (size, hidden)),
-        _whole(f"{name}.down_proj.weight", (*path, down), (hidden, size)),
-    ]
-
-
-def _mla(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
-    mla, hidden = config.mla, config.hidden_size
-    assert mla is not None
-    rank, q_width = mla.kv_lora_rank, mla.num_heads * mla.qk_head_dim
-    if mla.q_lora_rank is None:
-        query = [_whole(f"{name}.q_proj.weight", (*path, "q_proj"), (q_width, hidden))]
-    else:
-        query = [
-            _whole(f"{name}.q_a_proj.weight", (*path, "q_a_proj"), (mla.q_lora_rank, hidden)),
-            _whole(f"{name}.q_a_layernorm.weight", (*path, "q_a_norm"), (mla.q_lora_rank,)),
-            _whole(f"{name}.q_b_proj.weight", (*path, "q_b_proj"), (q_width, mla.q_lora_rank)),
-        ]
-    nope, per_head = mla.qk_nope_head_dim, mla.qk_nope_head_dim + mla.v_head_dim
-    by_head = (mla.num_heads, per_head, rank)
-    kv_b = Tensor(
-        f"{name}.kv_b_proj.weight",
-        (mla.num_heads * per_head, rank),
-        (
-            Place((*path, "w_uk"), (mla.num_heads, nope, rank), view=lambda x: x.reshape(by_head)[:, :nope]),
-            Place(
-                (*path, "w_uv"),
-                (mla.num_heads, mla.v_head_dim, rank),
-                view=lambda x: x.reshape(by_head)[:, nope:],
-            ),
-        ),
-    )
-    return [
-        *query,
-        _whole(
-            f"{name}.kv_a_proj_with_mqa.weight", (*path, "kv_a_proj"), (rank + mla.qk_rope_head_dim, hidden)
-        ),
-        _whole(f"{name}.kv_a_layernorm.weight", (*path, "kv_a_norm"), (rank,)),
-        kv_b,
-        _whole(f"{name}.o_proj.weight", (*path, "o_proj"), (hidden, mla.num_heads * mla.v_head_dim)),
-    ]
 
 
 def _kda(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
@@ -251,46 +173,18 @@ def _kda(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
     qkv = [f"{name}.{x}_proj.weight" for x in "qkv"]
     conv = [f"{name}.{x}_conv1d.weight" for x in "qkv"]
     return [
-        *_stacked(qkv, (*path, "qkv_proj"), (channels, hidden), (channels, hidden)),
-        *_stacked(conv, (*path, "conv"), (channels, 1, kernel), (channels, kernel)),
-        _whole(f"{name}.A_log", (*path, "A_log"), (1, 1, heads, 1), (heads,), float32=True),
-        _whole(f"{name}.dt_bias", (*path, "dt_bias"), (channels,), float32=True),
-        _whole(f"{name}.f_a_proj.weight", (*path, "f_a_proj"), (dim, hidden)),
-        _whole(f"{name}.f_b_proj.weight", (*path, "f_b_proj"), (channels, dim)),
-        _whole(f"{name}.b_proj.weight", (*path, "b_proj"), (heads, hidden)),
-        _whole(f"{name}.g_a_proj.weight", (*path, "g_a_proj"), (dim, hidden)),
-        _whole(f"{name}.g_b_proj.weight", (*path, "g_b_proj"), (channels, dim)),
-        _whole(f"{name}.o_norm.weight", (*path, "o_norm"), (dim,)),
-        _whole(f"{name}.o_proj.weight", (*path, "o_proj"), (hidden, channels)),
+        *stacked(qkv, (*path, "qkv_proj"), (channels, hidden), (channels, hidden)),
+        *stacked(conv, (*path, "conv"), (channels, 1, kernel), (channels, kernel)),
+        whole(f"{name}.A_log", (*path, "A_log"), (1, 1, heads, 1), (heads,), float32=True),
+        whole(f"{name}.dt_bias", (*path, "dt_bias"), (channels,), float32=True),
+        whole(f"{name}.f_a_proj.weight", (*path, "f_a_proj"), (dim, hidden)),
+        whole(f"{name}.f_b_proj.weight", (*path, "f_b_proj"), (channels, dim)),
+        whole(f"{name}.b_proj.weight", (*path, "b_proj"), (heads, hidden)),
+        whole(f"{name}.g_a_proj.weight", (*path, "g_a_proj"), (dim, hidden)),
+        whole(f"{name}.g_b_proj.weight", (*path, "g_b_proj"), (channels, dim)),
+        whole(f"{name}.o_norm.weight", (*path, "o_norm"), (dim,)),
+        whole(f"{name}.o_proj.weight", (*path, "o_proj"), (hidden, channels)),
     ]
-
-
-def _experts(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
-    moe, hidden = config.moe, config.hidden_size
-    assert moe is not None
-    experts, size = moe.num_experts, moe.intermediate_size
-    gate_up, down = (*path, "experts_gate_up"), (*path, "experts_down")
-
-    def part(
-        expert: int, which: str, shape: tuple[int, int], path: Path, whole: tuple[int, int], row: int
-    ) -> Tensor:
-        place = Place(path, (experts, *whole), (expert, row, 0))
-        return Tensor(f"{name}.experts.{expert}.{which}.weight", shape, (place,))
-
-    out = [
-        _whole(f"{name}.gate.weight", (*path, "router"), (experts, hidden), float32=True),
-        _whole(f"{name}.gate.e_score_correction_bias", (*path, "router_bias"), (experts,), float32=True),
-    ]
-    for e in range(experts):
-        out += [
-            part(e, "w1", (size, hidden), gate_up, (2 * size, hidden), 0),
-            part(e, "w3", (size, hidden), gate_up, (2 * size, hidden), size),
-            part(e, "w2", (hidden, size), down, (hidden, size), 0),
-        ]
-    if moe.num_shared_experts:
-        shared = moe.num_shared_experts * size
-        out += _gated(f"{name}.shared_experts", path, "shared_gate_up", "shared_down", hidden, shared)
-    return out
 
 
 FAMILY = Family(read_config=read_config, tensors=tensors)
