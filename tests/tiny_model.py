@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -45,7 +46,7 @@ def letters() -> Tokenizer:
 
 
 def random_weights(seed: int = 0, config: ModelConfig = CONFIG) -> dict[str, np.ndarray]:
-    """Under their published names, float32."""
+    """Under their published names, float32 values that bfloat16 can hold."""
     rng = np.random.default_rng(seed)
 
     def weight(tensor):
@@ -57,7 +58,8 @@ def random_weights(seed: int = 0, config: ModelConfig = CONFIG) -> dict[str, np.
             return rng.uniform(0.5, 1.5, tensor.shape)
         return rng.normal(size=tensor.shape) * 2 * tensor.shape[-1] ** -0.5
 
-    return {t.name: weight(t).astype(np.float32) for t in FAMILIES[config.family].tensors(config)}
+    tensors = FAMILIES[config.family].tensors(config)
+    return {t.name: weight(t).astype(ml_dtypes.bfloat16).astype(np.float32) for t in tensors}
 
 
 def random_model(seed: int = 0, config: ModelConfig = CONFIG) -> Model:
@@ -99,6 +101,6 @@ def save_checkpoint(directory: Path) -> None:
     }
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
-    bf16 = {name: np.asarray(jnp.asarray(w, jnp.bfloat16)) for name, w in random_weights().items()}
+    bf16 = {name: w.astype(ml_dtypes.bfloat16) for name, w in random_weights().items()}
     save_file(bf16, directory / "model.safetensors")
     letters().save(str(directory / "tokenizer.json"))
