@@ -38,7 +38,7 @@ def _chunk_logits(
         pages = chunk // state.layout.page_size + 2
         state, reserved = loop.admit(state, rows, target, pages_per_row=min(pages, state.layout.max_pages))
         new_len = jnp.where(reserved.granted, new_len, 0)
-        options = dict(delivery=delivery, implementation=implementation)
+        options: dict[str, Any] = dict(delivery=delivery, implementation=implementation)
         step = begin_step(state, rows, new_len, tokens=chunk, **options)
         logits, step = decoder.forward(params, config, tokens, step, experts=experts)
         state = replace(state, buffer=step.buffer)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "kimi-linear-tiny"
 PAGE_SIZE = 16  # tokens
-MAX_REQUESTS = 32  # rows that may decode side by side
+MAX_REQUESTS = 24  # rows that may decode side by side
 SHORT, LONG = 44, 4  # requests of each kind
 LONG_PROMPT = 4400  # bytes of the shortest long prompt
 STATIC_REQUESTS = 14  # mean requests that the static split is sized for
@@ -85,16 +85,15 @@ def run(checkpoint: Path, picture: Path, console: Console) -> dict[str, object]:
         f"{model.config.mixers.count('mla')} MLA layers with latent KV"
     )
     console.print(
-        f"{len(requests)} requests of {min(tokens)} to {max(tokens)} tokens, {sum(tokens) / len(tokens):.0f} on average; "
-        f"{human(unified.total_bytes)} of pool each"
+        f"{len(requests)} requests of {min(tokens)} to {max(tokens)} tokens, {sum(tokens) / len(tokens):.0f} on average"
     )
+    console.print(f"two pools of {human(unified.total_bytes)}")
+    console.print("the static split, in proportion to the mean request:")
     for spec in static.subpools:
         size = spec.num_pages * spec.page_bytes
         what = "slots" if spec.is_state else f"pages of {spec.page_size} tokens"
-        console.print(
-            f"  static split, in proportion to the mean request: {LABELS[spec.name]:11} {size / static.total_bytes:4.0%}, "
-            f"{human(size)}, {spec.num_pages - 1} {what}"
-        )
+        share = f"{size / static.total_bytes:4.0%}  {human(size)}"
+        console.print(f"  {LABELS[spec.name]:11} {share}, {spec.num_pages - 1} {what}")
 
     def engine(layout: PoolLayout) -> Engine:
         longest = max(r.sampling.max_new_tokens for r in requests)

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -215,7 +215,7 @@ def _functions(
         at = jnp.where(rows >= 0, rows, gen.decoding.shape[0])
         return state, replace(gen, decoding=gen.decoding.at[at].set(False, mode="drop"))
 
-    options = dict(delivery=delivery, implementation=implementation)
+    options: dict[str, Any] = dict(delivery=delivery, implementation=implementation)
     return _Functions(
         jax.jit(admit, donate_argnums=(0, 1)),
         jax.jit(partial(loop.prefill_chunk, forward, **options), donate_argnums=(1, 2)),
@@ -240,7 +240,7 @@ class Engine:
       stops: stop ids that one request may have.
       delivery, implementation: how attention gets its addresses, and which kernel runs (None: the default).
 
-    The pool lives as long as the engine and is empty again after every `generate`. `trace()`, `peak_requests`,
+    The pool lives as long as the engine and is empty again after every `generate`, also an interrupted one. `trace()`, `peak_requests`,
     `decode_steps` and `decode_seconds` tell what has happened since it was made.
     """
 
@@ -280,19 +280,20 @@ class Engine:
         idle, zeros = np.full(self.lanes, -1, np.int32), np.zeros(self.lanes, np.int32)
         tokens = np.zeros((self.lanes, self.chunk), np.int32)
         params, state, gen = self.model.params, self.state, self.gen
-        arguments = _Functions(
+        arguments: dict[str, tuple[Any, ...]] = dict(
             admit=(state, gen, idle, zeros, zeros > 0, self._wishes([Sampling()] * self.lanes)),
             prefill=(params, state, gen, idle, tokens, zeros, zeros > 0),
             decode=(params, state, gen, np.int32(0)),
             release=(state, gen, np.full(self.layout.max_requests, -1, np.int32)),
         )
+
+        def compiled(name: str) -> Any:
+            return getattr(self._jit, name).lower(*arguments[name]).compile(compiler_options=options)
+
         # XLA compiles outside the interpreter's lock.
         with ThreadPoolExecutor(len(arguments)) as threads:
-            jobs = [
-                threads.submit(lambda f, a: f.lower(*a).compile(compiler_options=options), *pair)
-                for pair in zip(self._jit, arguments)
-            ]
-        self._jit = _Functions(*(job.result() for job in jobs))
+            jobs = {name: threads.submit(compiled, name) for name in arguments}
+        self._jit = _Functions(**{name: job.result() for name, job in jobs.items()})
 
     def trace(self) -> Trace:
         """What the pool held at every decode step since the engine was made."""
@@ -430,8 +431,9 @@ class _Session:
         self.waiting: deque[int] = deque()
         self.running: list[_Running] = []  # oldest first
         self.tokens_done = 0
-        # No admission while requests inside wait for pages: a newcomer would take what they need.
-        self.closed = False
+        # No admission while requests inside wait for pages (a newcomer would take what they need), nor after a
+        # retraction until somebody leaves.
+        self.closed = self.held = False
         for i, (tokens, sampling) in enumerate(zip(prompts, wishes)):
             error = engine.check(tokens, sampling)
             if error is None:
@@ -440,6 +442,14 @@ class _Session:
                 self.results[i] = Result(len(tokens), error=error)
 
     def run(self) -> list[Result]:
+        try:
+            self._serve()
+        except KeyboardInterrupt:
+            self._leave(self.running, [r.row for r in self.running])
+            raise
+        return [r for r in self.results if r is not None]
+
+    def _serve(self) -> None:
         while self.waiting or self.running:
             fed = self._feed()
             self.engine.peak_requests = max(self.engine.peak_requests, len(self.running))
@@ -449,11 +459,10 @@ class _Session:
                 made = self.tokens_done + sum(r.made for r in self.running)
                 done = sum(r is not None for r in self.results)
                 self.on_progress(Progress(made, done, len(self.running), len(self.waiting)))
-        return [r for r in self.results if r is not None]
 
     def _feed(self) -> bool:
         """Admits and prefills until every admitted prompt is in, or waits for pages. Says whether anything was fed."""
-        e, fed, admitting = self.engine, False, not self.closed
+        e, fed, admitting = self.engine, False, not (self.closed or self.held)
         while True:
             lanes = [r for r in self.running if r.prefilled < len(self.prompts[r.request])][: e.lanes]
             fresh: list[_Running] = []
@@ -511,7 +520,7 @@ class _Session:
         steps = max(2, min([e.steps, *left])) if self.waiting else e.steps
         made, finish, stalls, result = e._decode(steps)
         n = int(result.steps)
-        self.closed = n > 0 and result.history.stalled[n - 1] > 0
+        self.closed = n > 0 and bool(result.history.stalled[n - 1] > 0)
 
         for r in self.running:
             r.made = int(made[r.row])
@@ -555,7 +564,7 @@ class _Session:
         e._release(rows)
         e._rows.extend(r.row for r in gone)
         self.running = [r for r in self.running if r not in gone]
-        self.closed = False
+        self.closed = self.held = False
 
     def _give_way(self) -> None:
         """Nothing moves: sends the youngest request back, or ends one that cannot be served even alone."""
@@ -564,7 +573,7 @@ class _Session:
             self._leave([r], [r.row])
             self.retractions[r.request] += 1
             self.waiting.appendleft(r.request)
-            self.closed = True  # until another one ends
+            self.held = True
             return
         alone = self.running[0].request if self.running else self.waiting.popleft()
         if self.running:
