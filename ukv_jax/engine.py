@@ -240,8 +240,8 @@ class Engine:
       stops: stop ids that one request may have.
       delivery, implementation: how attention gets its addresses, and which kernel runs (None: the default).
 
-    The pool lives as long as the engine and is empty again after every `generate`, also an interrupted one. `trace()`, `peak_requests`,
-    `decode_steps` and `decode_seconds` tell what has happened since it was made.
+    The pool lives as long as the engine and is empty again after every `generate`, also an interrupted one. `trace()`,
+    `peak_requests`, `decode_steps` and `decode_seconds` tell what has happened since it was made.
     """
 
     def __init__(
