@@ -10,6 +10,7 @@ Every class is a pytree whose `page_size` (and `blocks_per_page`) are static. Ro
 from dataclasses import dataclass, field
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 
@@ -62,3 +63,31 @@ class VirtualPages:
 
 
 ReadSource = PageTable | TokenStream | VirtualPages
+
+
+def check_source(source: ReadSource, rows: int, q_start: Int32[Array, " rows"] | None) -> None:
+    """TypeError for another class, ValueError with the shapes where ids or bounds do not fit `rows` rows of queries."""
+    if not isinstance(source, PageTable | TokenStream | VirtualPages):
+        raise TypeError(
+            f"source must be a PageTable, TokenStream or VirtualPages, got {type(source).__name__}"
+        )
+    if source.page_size < 1:
+        raise ValueError(f"page_size must be at least 1, got {source.page_size}")
+    lengths = {"kv_start": source.kv_start, "kv_end": source.kv_end}
+    if q_start is not None:
+        lengths["q_start"] = q_start
+    if isinstance(source, VirtualPages):
+        lengths["row_ids"] = source.row_ids
+    for name, value in lengths.items():
+        if value.shape != (rows,) or value.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32[{rows}] to match q, got {value.dtype}{list(value.shape)}")
+    match source:
+        case PageTable():
+            ids, good = {"table": source.table}, source.table.ndim == 2 and source.table.shape[0] == rows
+        case TokenStream():
+            ids, good = {"ids": source.ids, "indptr": source.indptr}, source.indptr.shape == (rows + 1,)
+        case VirtualPages():
+            ids, good = {"req_to_page": source.req_to_page, "v2p": source.v2p}, source.req_to_page.ndim == 2
+    shown = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in ids.items())
+    if not good or any(value.size == 0 or value.dtype != jnp.int32 for value in ids.values()):
+        raise ValueError(f"{type(source).__name__} for {rows} rows does not fit or is not int32: {shown}")

@@ -192,6 +192,7 @@ def fill_read_tables(
     rows: Int32[Array, " rows"] | None,
     kv_end: Int32[Array, " rows"],
     *,
+    q_start: Int32[Array, " rows"] | None = None,
     seq_len_delta: int | Int32[Array, " rows"] = 0,
     width: int | None = None,
     zero_tail: bool = False,
@@ -199,8 +200,8 @@ def fill_read_tables(
 ) -> dict[str, PageTable]:
     """Page tables of the full and of every sliding-window sub-pool, in one pass over the request map, by name.
 
-    A window's table has the same absolute columns; its `kv_start` is the first position that the last token of the row
-    still sees.
+    A window's table has the same absolute columns; its `kv_start` is the first position that the query at q_start
+    (default: the last token of the row) still sees.
     """
     _not_widened(state, "fill_read_tables")
     subpools = (state.layout.full, *state.layout.windows)
@@ -216,7 +217,8 @@ def fill_read_tables(
         zero_tail=zero_tail,
         implementation=implementation,
     )
-    starts = [jnp.zeros_like(end) if s.window is None else jnp.maximum(end - s.window, 0) for s in subpools]
+    first_query = end - 1 if q_start is None else q_start
+    starts = [_window_start(s, first_query) for s in subpools]
     return {
         s.name: PageTable(table, start, end, s.page_size) for s, table, start in zip(subpools, tables, starts)
     }
@@ -314,6 +316,40 @@ def read_source(
     if delivery == "virtual":
         return virtual_source(state, rows, kv_end, name, **options)
     raise ValueError(f"delivery must be 'table', 'stream' or 'virtual', got {delivery!r}")
+
+
+def read_sources(
+    state: PoolState,
+    rows: Int32[Array, " rows"],
+    kv_end: Int32[Array, " rows"],
+    *,
+    q_start: Int32[Array, " rows"],
+    delivery: Delivery,
+    implementation: str | None = None,
+) -> dict[str, ReadSource]:
+    """Sources of the full and of every sliding-window sub-pool, by name, for queries at q_start to kv_end - 1."""
+    subpools = (state.layout.full, *state.layout.windows)
+    if delivery == "table" and len(subpools) > 1:
+        return dict(fill_read_tables(state, rows, kv_end, q_start=q_start, implementation=implementation))
+    return {
+        s.name: read_source(
+            state,
+            rows,
+            kv_end,
+            s.name,
+            delivery=delivery,
+            kv_start=None if s.window is None else jnp.minimum(_window_start(s, q_start), kv_end),
+            implementation=implementation,
+        )
+        for s in subpools
+    }
+
+
+def _window_start(subpool: SubPool, position: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
+    """First position that a query sees: a window of w tokens ends with the query's own."""
+    if subpool.window is None:
+        return jnp.zeros_like(position)
+    return jnp.maximum(position - (subpool.window - 1), 0)
 
 
 def reads_are_translated(source: ReadSource | VirtualTokens | KernelTokens) -> bool:

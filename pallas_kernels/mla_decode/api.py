@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import device
-from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+from pallas_kernels.read_source import ReadSource, check_source
 
 KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
 
@@ -125,10 +125,6 @@ def _load(name: str) -> Callable[..., tuple[Array, Array]]:
 
 
 def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) -> None:  # type: ignore[no-untyped-def]
-    if not isinstance(source, PageTable | TokenStream | VirtualPages):
-        raise TypeError(
-            f"source must be a PageTable, TokenStream or VirtualPages, got {type(source).__name__}"
-        )
     if kv_dtype.name not in KV_DTYPES:
         raise ValueError(f"kv_dtype must be one of {KV_DTYPES}, got {kv_dtype.name}")
     if buffer.ndim != 1 or buffer.dtype != jnp.uint8:
@@ -136,6 +132,7 @@ def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) 
     if q.ndim != 4 or not jnp.issubdtype(q.dtype, jnp.floating):
         raise ValueError(f"q must be floating [rows, s_q, heads, qk_width], got {q.dtype}{list(q.shape)}")
     rows, s_q, heads, qk_width = q.shape
+    check_source(source, rows, q_start)
     if min(s_q, heads, v_width) < 1 or not v_width <= qk_width <= row_width:
         raise ValueError(
             f"need s_q, heads >= 1 and 1 <= v_width <= qk_width <= row_width, got s_q {s_q}, heads {heads}, "
@@ -147,30 +144,10 @@ def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) 
             f"row_width {row_width}"
         )
     ps = source.page_size
-    if ps < 1:
-        raise ValueError(f"page_size must be at least 1, got {ps}")
     block = ps * row_width * kv_dtype.itemsize
     if buffer.shape[0] == 0 or buffer.shape[0] % block:
         raise ValueError(f"buffer of {buffer.shape[0]} bytes is no whole number of blocks of {block} bytes")
     if buffer.shape[0] // block * ps >= 2**31:
         raise ValueError(f"{buffer.shape[0] // block} blocks of {ps} rows: row ids would not fit int32")
-    lengths = {"kv_start": source.kv_start, "kv_end": source.kv_end}
-    if q_start is not None:
-        lengths["q_start"] = q_start
-    if isinstance(source, VirtualPages):
-        lengths["row_ids"] = source.row_ids
-    for name, value in lengths.items():
-        if value.shape != (rows,) or value.dtype != jnp.int32:
-            raise ValueError(f"{name} must be int32[{rows}] to match q, got {value.dtype}{list(value.shape)}")
-    match source:
-        case PageTable():
-            ids, good = {"table": source.table}, source.table.ndim == 2 and source.table.shape[0] == rows
-        case TokenStream():
-            ids, good = {"ids": source.ids, "indptr": source.indptr}, source.indptr.shape == (rows + 1,)
-        case VirtualPages():
-            ids, good = {"req_to_page": source.req_to_page, "v2p": source.v2p}, source.req_to_page.ndim == 2
-    shown = ", ".join(f"{name} {value.dtype}{list(value.shape)}" for name, value in ids.items())
-    if not good or any(value.size == 0 or value.dtype != jnp.int32 for value in ids.values()):
-        raise ValueError(f"{type(source).__name__} for {rows} rows does not fit or is not int32: {shown}")
     if logit_cap is not None and not logit_cap > 0:
         raise ValueError(f"logit_cap must be positive, got {logit_cap}")

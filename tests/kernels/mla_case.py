@@ -8,10 +8,8 @@ import ml_dtypes
 import numpy as np
 
 from pallas_kernels.mla_decode import mla_decode
-from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
-
-ABSURD = np.array([-7, 2**31 - 1, -(2**31), 1 << 20], np.int32)  # what the ids nobody may look at hold
-DELIVERIES = ("table", "stream", "virtual")
+from pallas_kernels.read_source import ReadSource
+from tests.kernels.delivered import ABSURD, deliver
 
 
 @dataclass(frozen=True)
@@ -37,37 +35,16 @@ class Case:
 
     def source(self, delivery: str, extra_columns: int = 0) -> ReadSource:
         """The ids of this problem as "table", "stream" or "virtual". More columns add absurd ids only."""
-        ps, rows = self.page_size, len(self.kv_end)
-        pages = np.hstack([self.pages, np.resize(ABSURD, (rows, extra_columns))])
-        live = np.arange(pages.shape[1]) * ps < self.kv_end[:, None]
-        with np.errstate(over="ignore"):
-            entries = np.where(live, pages * np.int32(self.blocks_per_page), pages)
-        bounds = jnp.asarray(self.kv_start), jnp.asarray(self.kv_end)
-        match delivery:
-            case "table":
-                return PageTable(jnp.asarray(entries), *bounds, page_size=ps)
-            case "stream":
-                ids = []
-                for row in range(rows):
-                    pos = np.arange(self.kv_start[row], max(self.kv_start[row], self.kv_end[row]))
-                    ids.append(entries[row, pos // ps] * ps + pos % ps)
-                indptr = np.cumsum([0] + [len(x) for x in ids])
-                packed = np.concatenate([*ids, ABSURD]).astype(np.int32)
-                return TokenStream(jnp.asarray(packed), jnp.asarray(indptr, jnp.int32), *bounds, page_size=ps)
-            case "virtual":
-                # Virtual page v of physical page p is an unrelated number; the request rows lie in another order.
-                rng = np.random.default_rng(7)
-                v2p = np.zeros(self.num_pages + 1, np.int32)
-                v2p[1:-1] = rng.permutation(self.num_pages - 1) + 1
-                v2p[-1] = -1
-                p2v = np.argsort(v2p[:-1])
-                virtual = np.where(live, p2v[np.where(live, pages, 0)], pages).astype(np.int32)
-                row_ids = rng.permutation(rows + 3)[:rows].astype(np.int32)
-                requests = np.resize(ABSURD, (rows + 3, virtual.shape[1]))
-                requests[row_ids] = virtual
-                ids = jnp.asarray(requests), jnp.asarray(row_ids), jnp.asarray(v2p)
-                return VirtualPages(*ids, *bounds, page_size=ps, blocks_per_page=self.blocks_per_page)
-        raise ValueError(delivery)
+        return deliver(
+            delivery,
+            self.pages,
+            self.kv_start,
+            self.kv_end,
+            page_size=self.page_size,
+            blocks_per_page=self.blocks_per_page,
+            num_pages=self.num_pages,
+            extra_columns=extra_columns,
+        )
 
     def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""

@@ -15,7 +15,8 @@ import pytest
 from pallas_kernels.mla_decode import merge_partials, mla_decode
 from pallas_kernels.read_source import PageTable, VirtualPages
 from tests.deviceless import compile_for, requires_plugin, shape
-from tests.kernels.mla_case import ABSURD, DELIVERIES, Case, make_case
+from tests.kernels.delivered import ABSURD, DELIVERIES
+from tests.kernels.mla_case import Case, make_case
 
 IMPLEMENTATIONS = [
     "xla",

@@ -17,7 +17,8 @@ from pallas_kernels.mla_prefill.prefix import cheaper_form
 from pallas_kernels.mla_prefill.schedule import TILE, choose_section, make_schedule
 from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
-from tests.kernels.mla_case import DELIVERIES, make_case
+from tests.kernels.delivered import DELIVERIES
+from tests.kernels.mla_case import make_case
 from tests.kernels.prefill_case import make_prefill
 from ukv_jax.attention.mla import encode_rows
 from ukv_jax.layout import MLASpec

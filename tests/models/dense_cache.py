@@ -15,17 +15,18 @@ from ukv_jax.cache import CacheSpec
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["latent", "state", "lengths", "positions", "new_len"],
-    meta_fields=["kv_lora_rank"],
+    data_fields=["latent", "kv", "state", "lengths", "positions", "new_len"],
+    meta_fields=["spec"],
 )
 @dataclasses.dataclass(frozen=True)
 class DenseCache:
-    latent: jax.Array  # [layers, rows, max_len, kv_lora_rank + qk_rope_head_dim]
+    latent: jax.Array | None  # [layers, rows, max_len, kv_lora_rank + qk_rope_head_dim]
+    kv: dict[str, tuple[jax.Array, jax.Array]]  # name -> K and V [layers, rows, max_len, kv_heads, width]
     state: dict[str, jax.Array]  # name -> [layers, rows, ...]
     lengths: jax.Array  # Int32[rows], tokens held
     positions: jax.Array  # Int32[rows, tokens] of this step
     new_len: jax.Array  # Int32[rows], valid tokens of this step
-    kv_lora_rank: int
+    spec: CacheSpec
 
     def begin(self, tokens: int, new_len: Any) -> DenseCache:
         """Opens a step of up to `tokens` tokens a row."""
@@ -40,9 +41,7 @@ class DenseCache:
         new = jnp.concatenate([kv_c, k_pe], axis=-1)
         valid = jnp.arange(new.shape[1]) < self.new_len[:, None]
         max_len = self.latent.shape[2]
-        at = jnp.where(valid, self.positions, max_len)
-        rows = jnp.arange(new.shape[0])[:, None]
-        latent = self.latent.at[layer, rows, at].set(new.astype(self.latent.dtype), mode="drop")
+        latent = self._store(self.latent, layer, new)
         kv = latent[layer].astype(jnp.float32)
         q = jnp.concatenate([ql_nope, q_pe], axis=-1).astype(jnp.float32)
         high = lax.Precision.HIGHEST
@@ -53,8 +52,45 @@ class DenseCache:
         weights = jnp.exp(scores - top)
         total = weights.sum(-1, keepdims=True)
         weights = weights / jnp.where(total == 0, 1, total)
-        out = jnp.einsum("rhts,rsl->rthl", weights, kv[..., : self.kv_lora_rank], precision=high)
+        out = jnp.einsum("rhts,rsl->rthl", weights, kv[..., : self.spec.latent.kv_lora_rank], precision=high)
         return out.astype(ql_nope.dtype), dataclasses.replace(self, latent=latent)
+
+    def _store(self, array, layer, new):
+        """New tokens' rows at their positions; padding is dropped."""
+        valid = jnp.arange(new.shape[1]) < self.new_len[:, None]
+        at = jnp.where(valid, self.positions, array.shape[2])
+        rows = jnp.arange(new.shape[0])[:, None]
+        return array.at[layer, rows, at].set(new.astype(array.dtype), mode="drop")
+
+    def gqa(
+        self, layer, q, k, v, *, pool="full", sm_scale, sinks=None, logit_cap=None, relative_bias=None
+    ):
+        keys, values = (self._store(a, layer, x) for a, x in zip(self.kv[pool], (k, v), strict=True))
+        window = next(kv.window for kv in self.spec.kv if kv.name == pool)
+        rows, tokens, heads, _ = q.shape
+        kv_heads, max_len = k.shape[2], keys.shape[2]
+        high = lax.Precision.HIGHEST
+        grouped = q.astype(jnp.float32).reshape(rows, tokens, kv_heads, -1, q.shape[3])
+        scores = jnp.einsum("rtkgd,rskd->rtkgs", grouped, keys[layer].astype(jnp.float32), precision=high)
+        scores = scores.reshape(rows, tokens, heads, max_len) * sm_scale
+        if logit_cap is not None:
+            scores = logit_cap * jnp.tanh(scores / logit_cap)
+        distance = self.positions[..., None] - jnp.arange(max_len)
+        if relative_bias is not None:
+            extent = relative_bias.shape[-1]
+            near = jnp.clip(distance, 0, extent - 1)[:, :, None]
+            bias = jnp.take_along_axis(relative_bias.astype(jnp.float32), near, axis=-1)
+            scores = scores + jnp.where((distance < extent)[:, :, None], bias, 0)
+        seen = (distance >= 0) & (distance < (window or max_len))
+        scores = jnp.where(seen[:, :, None], scores, -jnp.inf)
+        sink = -jnp.inf if sinks is None else sinks.astype(jnp.float32)[:, None]
+        top = jnp.maximum(scores.max(-1, keepdims=True), sink)
+        weights = jnp.exp(scores - top)
+        weights = weights / (weights.sum(-1, keepdims=True) + jnp.exp(sink - top))
+        grouped = weights.reshape(rows, tokens, kv_heads, -1, max_len)
+        out = jnp.einsum("rtkgs,rskd->rtkgd", grouped, values[layer].astype(jnp.float32), precision=high)
+        new = dataclasses.replace(self, kv=self.kv | {pool: (keys, values)})
+        return out.reshape(rows, tokens, heads, -1).astype(q.dtype), new
 
     def read_state(self, layer):
         return {name: value[layer] for name, value in self.state.items()}
@@ -65,12 +101,18 @@ class DenseCache:
 
 
 def make_dense_cache(spec: CacheSpec, rows: int, max_len: int) -> DenseCache:
-    assert spec.latent is not None
-    width = spec.latent.kv_lora_rank + spec.latent.qk_rope_head_dim
+    latent = None
+    if spec.latent is not None:
+        width = spec.latent.kv_lora_rank + spec.latent.qk_rope_head_dim
+        latent = jnp.zeros((spec.latent.num_layers, rows, max_len, width), spec.latent.dtype)
+
+    def zeros(kv, width):
+        return jnp.zeros((kv.num_layers, rows, max_len, kv.num_kv_heads, width), kv.dtype)
+
+    kv = {c.name: (zeros(c, c.head_dim), zeros(c, c.v_head_dim or c.head_dim)) for c in spec.kv}
     state = {
         p.name: jnp.zeros((p.num_layers, rows, p.blocks_per_layer, *p.block_shape), p.dtype)
         for p in spec.state
     }
     zero = jnp.zeros(rows, jnp.int32)
-    latent = jnp.zeros((spec.latent.num_layers, rows, max_len, width), spec.latent.dtype)
-    return DenseCache(latent, state, zero, jnp.zeros((rows, 1), jnp.int32), zero, spec.latent.kv_lora_rank)
+    return DenseCache(latent, kv, state, zero, jnp.zeros((rows, 1), jnp.int32), zero, spec)

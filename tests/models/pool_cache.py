@@ -10,7 +10,7 @@ import numpy as np
 from ukv_jax import pool, requests
 from ukv_jax.attention import PoolStep, begin_step, pool_specs
 from ukv_jax.cache import CacheSpec
-from ukv_jax.layout import PoolLayout, StaticLayout, UnifiedLayout
+from ukv_jax.layout import PoolLayout, StateSpec, StaticLayout, UnifiedLayout
 from ukv_jax.pool import PoolState
 
 
@@ -36,11 +36,12 @@ class PoolCache:
         return self.step.new_len
 
     def begin(self, tokens, new_len):
+        state, _ = requests.release_window(self.state, max_pages=self.state.layout.max_requests * 64)
         step = begin_step(
-            self.state, self.rows, jnp.asarray(new_len, jnp.int32), tokens=tokens, delivery=self.delivery
+            state, self.rows, jnp.asarray(new_len, jnp.int32), tokens=tokens, delivery=self.delivery
         )
         # One owner of the buffer at a time, so that it is updated in place.
-        return replace(self, state=replace(self.state, buffer=jnp.zeros(0, jnp.uint8)), step=step)
+        return replace(self, state=replace(state, buffer=jnp.zeros(0, jnp.uint8)), step=step)
 
     def end(self):
         state = replace(self.state, buffer=self.step.buffer)
@@ -53,6 +54,10 @@ class PoolCache:
         out, step = self.step.mla(*args, **options)
         return out, replace(self, step=step)
 
+    def gqa(self, *args, **options):
+        out, step = self.step.gqa(*args, **options)
+        return out, replace(self, step=step)
+
     def read_state(self, layer):
         return self.step.read_state(layer)
 
@@ -61,18 +66,19 @@ class PoolCache:
 
 
 def make_pool_cache(
-    spec: CacheSpec, rows: int, max_len: int, *, unified: bool, delivery: str = "table"
+    spec: CacheSpec, rows: int, max_len: int, *, unified: bool, delivery: str = "table", page_size: int = 64
 ) -> PoolCache:
     """A pool whose pages are scattered and whose free bytes are NaN, with room for `rows` requests of max_len tokens."""
-    limits = dict(page_size=64, max_requests=rows, max_tokens=max_len)
+    limits = dict(page_size=page_size, max_requests=rows, max_tokens=max_len)
     specs = pool_specs(spec)
-    pages = -(-max_len // 64)
+    pages = -(-max_len // page_size)
     layout: PoolLayout
     if unified:
         limits.pop("max_requests")
-        layout = UnifiedLayout.from_tokens(specs, tokens=(rows + 2) * pages * 64, requests=rows, **limits)
+        layout = UnifiedLayout.from_tokens(specs, tokens=(rows + 2) * pages * page_size, requests=rows, **limits)
     else:
-        layout = StaticLayout.from_pages(specs, pages={"full": rows * pages + 7, "state": rows + 1}, **limits)
+        counts = {s.name: rows + 1 if isinstance(s, StateSpec) else rows * pages + 7 for s in specs}
+        layout = StaticLayout.from_pages(specs, pages=counts, **limits)
     state = scatter_free_pages(poison_free_bytes(pool.init(layout)), seed=0)
     lanes = jnp.arange(rows, dtype=jnp.int32)
     reserve = jax.jit(partial(requests.reserve, pages_per_row=pages), donate_argnums=0)
@@ -96,7 +102,8 @@ def poison_free_bytes(state: PoolState) -> PoolState:
 
 
 def scatter_free_pages(state: PoolState, seed: int) -> PoolState:
-    """Shuffles free ids (and in a unified pool opens a band of shuffled holes), so that no request is contiguous."""
+    """Shuffles free ids, and in a unified pool opens a band of shuffled holes for half of all pages: no request is
+    contiguous."""
     rng = np.random.default_rng(seed)
     pools = []
     for i, (spec, p) in enumerate(zip(state.layout.subpools, state.subpools)):
@@ -104,12 +111,18 @@ def scatter_free_pages(state: PoolState, seed: int) -> PoolState:
         ids = np.asarray(p.free_ids).copy()
         ids[:count] = rng.permutation(ids[:count])
         p = replace(p, free_ids=jnp.asarray(ids))
-        if not pool.pages_are_ids(state.layout, spec) and not spec.is_state:
-            size = (int(p.high) - spec.first_page) // 2
-            low = int(p.high) - size
+        last = i == len(state.layout.subpools) - 1
+        if spec.base is None and not spec.is_state and (i == 0 or last):
+            size = state.layout.max_requests * state.layout.max_pages // 2
+            low, high = (int(p.high) - size, int(p.high)) if last else (int(p.low), int(p.low) + size)
             holes = np.zeros(spec.num_pages, np.int32)
-            holes[:size] = rng.permutation(np.arange(low, int(p.high)))
-            if i > 0:  # grows down from the top of the buffer
-                p = replace(p, low=jnp.int32(low), holes=jnp.asarray(holes), hole_count=jnp.int32(size))
+            holes[:size] = rng.permutation(np.arange(low, high))
+            p = replace(
+                p,
+                low=jnp.int32(low),
+                high=jnp.int32(high),
+                holes=jnp.asarray(holes),
+                hole_count=jnp.int32(size),
+            )
         pools.append(p)
     return replace(state, subpools=tuple(pools))

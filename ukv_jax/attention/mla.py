@@ -6,7 +6,8 @@ from jaxtyping import Array, Float, Int32, UInt8
 from pallas_kernels.mla_decode import api as mla_decode
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import views
-from ukv_jax.layout import FP8_MAX, MLASpec, SubPool
+from ukv_jax.attention.fp8 import quantize
+from ukv_jax.layout import MLASpec, SubPool
 from ukv_jax.translator import KernelTokens
 
 
@@ -25,12 +26,8 @@ def encode_rows(spec: MLASpec, row_width: int, kv: Float[Array, "n width"]) -> A
     """
     if spec.dtype != "float8_e4m3fn":
         return kv.astype(spec.dtype)
-    kv = kv.astype(jnp.float32)
-    peak = jnp.max(jnp.abs(kv), axis=-1, keepdims=True)
-    # Not below the smallest normal f32: a subnormal scale is flushed to 0 and divides by it.
-    scale = jnp.where(peak > 0, jnp.maximum(peak / FP8_MAX, jnp.finfo(jnp.float32).tiny), 1.0)
-    values = jnp.clip(kv / scale, -FP8_MAX, FP8_MAX).astype(jnp.float8_e4m3fn)
-    row = jnp.concatenate([views.to_bytes(values), views.to_bytes(scale)], axis=-1)
+    values, scale = quantize(kv)
+    row = jnp.concatenate([views.to_bytes(values), views.to_bytes(scale[..., None])], axis=-1)
     return jnp.pad(row, ((0, 0), (0, row_width - row.shape[-1])))
 
 

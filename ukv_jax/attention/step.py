@@ -12,7 +12,7 @@ from jaxtyping import Array, Int32, UInt8
 
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import translator
-from ukv_jax.attention import mla, recurrent
+from ukv_jax.attention import gqa, mla, recurrent
 from ukv_jax.cache import CacheSpec
 from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, Spec, StatePart, StateSpec
 from ukv_jax.pool import UNBOUND, PoolState
@@ -41,13 +41,16 @@ def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PoolStep:
-    """positions [rows, tokens] of the new tokens, right-padded; new_len [rows] valid ones, 0 = dead row."""
+    """positions [rows, tokens] of the new tokens, right-padded; new_len [rows] valid ones, 0 = dead row.
+
+    sources and write_locs: addresses in the full and in every sliding-window sub-pool, by its name.
+    """
 
     buffer: UInt8[Array, " total_bytes"]
     positions: Int32[Array, "rows tokens"]
     new_len: Int32[Array, " rows"]
-    source: ReadSource
-    write_locs: KernelTokens
+    sources: dict[str, ReadSource]
+    write_locs: dict[str, KernelTokens]
     slots: Int32[Array, " rows"] | None
     layout: PoolLayout = field(metadata={"static": True})
     implementation: str | None = field(metadata={"static": True})
@@ -57,16 +60,52 @@ class PoolStep:
     ) -> tuple[Array, "PoolStep"]:
         """Stores kv_c and k_pe of the new tokens at cache-layer `layer`, then attends. Shapes as in `attention.mla`."""
         full = self.layout.full
-        buffer = mla.write(full, self.buffer, layer, self.write_locs, kv_c, k_pe)
+        buffer = mla.write(full, self.buffer, layer, self.write_locs[full.name], kv_c, k_pe)
         out, _ = mla.attend(
             full,
             buffer,
             layer,
-            self.source,
+            self.sources[full.name],
             ql_nope,
             q_pe,
             self.positions[:, 0],
             sm_scale=sm_scale,
+            implementation=self.implementation,
+        )
+        return out, replace(self, buffer=buffer)
+
+    def gqa(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        pool: str = "full",
+        sm_scale: float,
+        sinks: Array | None = None,
+        logit_cap: float | None = None,
+        relative_bias: Array | None = None,
+    ) -> tuple[Array, "PoolStep"]:
+        """Stores k and v of the new tokens at cache-layer `layer` of sub-pool `pool`, then attends within its window.
+
+        Shapes as in `attention.gqa`; options as in `pallas_kernels.gqa_decode.gqa_decode`.
+        """
+        if pool not in self.sources:
+            raise ValueError(f"no KV sub-pool {pool!r}; this layout has {sorted(self.sources)}")
+        subpool = self.layout[pool]
+        buffer = gqa.write(subpool, self.buffer, layer, self.write_locs[pool], k, v)
+        out, _ = gqa.attend(
+            subpool,
+            buffer,
+            layer,
+            self.sources[pool],
+            q,
+            self.positions[:, 0],
+            sm_scale=sm_scale,
+            sinks=sinks,
+            logit_cap=logit_cap,
+            relative_bias=relative_bias,
             implementation=self.implementation,
         )
         return out, replace(self, buffer=buffer)
@@ -101,9 +140,8 @@ def begin_step(
     valid = offset < new_len[:, None]
     virtual = replace(virtual, ids=jnp.where(valid, virtual.ids, UNBOUND))
     live = new_len > 0
-    source = translator.read_source(
-        state, rows, jnp.where(live, start + new_len, 0), delivery=delivery, implementation=None
-    )
+    kv_end = jnp.where(live, start + new_len, 0)
+    sources = translator.read_sources(state, rows, kv_end, q_start=start, delivery=delivery)
     slots = None
     if state.layout.state is not None:
         slots = jnp.where(live, translator.translate_state_slots(state, rows), -1)
@@ -111,8 +149,8 @@ def begin_step(
         state.buffer,
         positions,
         new_len,
-        source,
-        translator.translate_write_locs(state, virtual),
+        sources,
+        {name: translator.translate_write_locs(state, virtual, name) for name in sources},
         slots,
         state.layout,
         implementation,

@@ -1,0 +1,203 @@
+"""Problems for paged GQA attention: a poisoned pool, the ids to read it by in each form, and the exact answer."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from pallas_kernels.gqa_decode import KVScales, gqa_decode
+from pallas_kernels.read_source import ReadSource
+from tests.kernels.delivered import ABSURD, deliver
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem. Every byte that the answer may not depend on is NaN, every id an absurd one."""
+
+    q: np.ndarray  # [rows, s_q, heads, head_dim]
+    pool: np.ndarray  # uint8[total_bytes]
+    pages: np.ndarray  # int32[rows, width]: physical page of each column, absurd past kv_end
+    k: list[np.ndarray]  # for each row f64[kv_end, kv_heads, head_dim], as stored
+    v: list[np.ndarray]  # for each row f64[kv_end, kv_heads, v_head_dim]
+    kv_start: np.ndarray
+    kv_end: np.ndarray
+    q_start: np.ndarray | None
+    page_size: int
+    blocks_per_page: int
+    num_pages: int
+    offsets: tuple[int, int | None]  # of K and of V
+    options: dict  # kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window, sinks, logit_cap, relative_bias
+
+    def source(self, delivery: str, extra_columns: int = 0) -> ReadSource:
+        return deliver(
+            delivery,
+            self.pages,
+            self.kv_start,
+            self.kv_end,
+            page_size=self.page_size,
+            blocks_per_page=self.blocks_per_page,
+            num_pages=self.num_pages,
+            extra_columns=extra_columns,
+        )
+
+    def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
+        """(out, lse) as numpy arrays in f64."""
+        arrays = {name: self.options[name] for name in ("sinks", "relative_bias")}
+        out, lse = gqa_decode(
+            jnp.asarray(self.q),
+            jnp.asarray(self.pool),
+            self.source(delivery, extra_columns),
+            *self.offsets,
+            q_start=None if self.q_start is None else jnp.asarray(self.q_start),
+            implementation=implementation,
+            **self.options | {n: None if a is None else jnp.asarray(a) for n, a in arrays.items()},
+        )
+        assert out.dtype == self.q.dtype
+        assert lse.dtype == jnp.float32
+        return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+    def expected(self):
+        """(out, lse) in f64, by the definition."""
+        o = self.options
+        rows, s_q, heads, _ = self.q.shape
+        group = heads // o["num_kv_heads"]
+        out, lse = np.zeros((rows, s_q, heads, o["v_head_dim"])), np.full((rows, s_q, heads), np.inf)
+        starts = self.kv_end - s_q if self.q_start is None else self.q_start
+        for row, i, head in np.ndindex(rows, s_q, heads):
+            at = starts[row] + i
+            begin, stop = self.kv_start[row], min(self.kv_end[row], at + 1)
+            if o["window"] is not None:
+                begin = max(begin, at - o["window"] + 1)
+            if stop <= begin:
+                continue
+            k, v = (x[row][begin:stop, head // group] for x in (self.k, self.v))
+            s = k @ self.q[row, i, head].astype(np.float64) * o["sm_scale"]
+            if o["logit_cap"] is not None:
+                s = o["logit_cap"] * np.tanh(s / o["logit_cap"])
+            if o["relative_bias"] is not None:
+                bias = o["relative_bias"][row, i, head].astype(np.float64)
+                distance = at - np.arange(begin, stop)
+                s = s + np.where(distance < len(bias), bias[np.minimum(distance, len(bias) - 1)], 0)
+            sink = [] if o["sinks"] is None else [float(o["sinks"][head])]
+            peak = max([*s, *sink])
+            p = np.exp(s - peak)
+            total = p.sum() + np.exp(np.array(sink) - peak).sum()
+            out[row, i, head] = p @ v / total
+            lse[row, i, head] = peak + np.log(total)
+        return out, lse
+
+    def check(self, out, lse) -> None:
+        """Norm of the difference over the norm for each request, and lse; nothing visible is exactly 0 and +inf."""
+        tolerance = 3e-3 if self.q.dtype == ml_dtypes.bfloat16 else 1e-5
+        want, want_lse = self.expected()
+        np.testing.assert_array_equal(np.isposinf(lse), np.isposinf(want_lse))
+        visible = np.isfinite(want_lse)
+        np.testing.assert_allclose(lse[visible], want_lse[visible], rtol=0, atol=tolerance)
+        assert not np.any(out[~visible])
+        for row in range(len(want)):
+            error = np.linalg.norm(out[row] - want[row])
+            assert error <= tolerance * np.linalg.norm(want[row]), (
+                f"row {row}: {error / np.linalg.norm(want[row]):.3g}"
+            )
+
+
+def make_case(
+    lengths,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    one_row: bool | None = None,
+    s_q: int = 1,
+    page_size: int = 16,
+    kv_start=None,
+    q_start=None,
+    window: int | None = None,
+    sinks: bool = False,
+    logit_cap: float | None = None,
+    bias_extent: int | None = None,
+    dtype="float32",
+    kv_dtype=None,
+    offsets: tuple[int, int] = (1, 2),
+    blocks_per_page: int = 4,
+    spare_pages: int = 5,
+    seed: int = 0,
+) -> Case:
+    """A random problem with permuted pages. Live: what a query of the row sees, at the blocks `offsets`.
+
+    one_row: K-then-V rows (default: where the widths differ); their block is offsets[0]. fp8: the last block of a page
+    holds the scales.
+    """
+    rng = np.random.default_rng(seed)
+    kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
+    fp8 = kv_dtype.itemsize == 1
+    v_head_dim = v_head_dim or head_dim
+    one_row = v_head_dim != head_dim if one_row is None else one_row
+    row = kv_heads * (head_dim + v_head_dim if one_row else head_dim) * kv_dtype.itemsize
+    kv_end = np.asarray(lengths, np.int32)
+    rows = len(kv_end)
+    kv_start = np.zeros(rows, np.int32) if kv_start is None else np.asarray(kv_start, np.int32)
+    starts = kv_end - s_q if q_start is None else np.asarray(q_start, np.int32)
+    counts = -(-kv_end // page_size)
+    num_pages = int(counts.sum()) + spare_pages + 1
+    pages = np.resize(ABSURD, (rows, max(1, int(counts.max(initial=0)))))
+    order, taken = np.random.default_rng([seed, num_pages]).permutation(num_pages - 1) + 1, 0
+    pool = np.full((num_pages, blocks_per_page, page_size, row), 0xFF, np.uint8)
+    pool[0] = 0
+    ratio = row // (4 * kv_heads)
+    scale_at = (blocks_per_page - 1) * ratio
+    scale_pool = pool.reshape(num_pages, -1, page_size, 4 * kv_heads)
+    stored: dict[str, list[np.ndarray]] = {"k": [], "v": []}
+    for b in range(rows):
+        pages[b, : counts[b]] = order[taken : taken + counts[b]]
+        taken += counts[b]
+        first = kv_start[b] if window is None else max(kv_start[b], starts[b] - window + 1)
+        pos = np.arange(first, kv_end[b])
+        page, slot = pages[b, pos // page_size], pos % page_size
+        raws = {}
+        for i, (name, width) in enumerate((("k", head_dim), ("v", v_head_dim))):
+            values = rng.normal(size=(kv_end[b], kv_heads, width)) * rng.uniform(0.5, 2)
+            if fp8:
+                scale = rng.uniform(0.01, 0.1, (kv_end[b], kv_heads, 1)).astype(np.float32)
+                cast = np.clip(values / scale, -448, 448).astype(kv_dtype)
+                values = cast.astype(np.float64) * scale
+                scale_pool[page, scale_at + i, slot] = scale.reshape(kv_end[b], kv_heads).view(np.uint8)[pos]
+            else:
+                cast = values.astype(kv_dtype)
+                values = cast.astype(np.float64)
+            raws[name] = np.ascontiguousarray(cast.reshape(kv_end[b], kv_heads * width)).view(np.uint8)
+            stored[name].append(values)
+        if one_row:
+            pool[page, offsets[0], slot] = np.hstack([raws["k"], raws["v"]])[pos]
+        else:
+            for name, offset in zip("kv", offsets, strict=True):
+                pool[page, offset, slot] = raws[name][pos]
+    scales = KVScales(scale_at, scale_at + 1, ratio) if fp8 else None
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)
+    return Case(
+        q=normal(rows, s_q, heads, head_dim).astype(jnp.dtype(dtype)),
+        pool=pool.reshape(-1),
+        pages=pages.astype(np.int32),
+        k=stored["k"],
+        v=stored["v"],
+        kv_start=kv_start,
+        kv_end=kv_end,
+        q_start=None if q_start is None else starts,
+        page_size=page_size,
+        blocks_per_page=blocks_per_page,
+        num_pages=num_pages,
+        offsets=(offsets[0], None if one_row else offsets[1]),
+        options={
+            "kv_dtype": kv_dtype,
+            "num_kv_heads": kv_heads,
+            "v_head_dim": v_head_dim,
+            "sm_scale": head_dim**-0.5,
+            "scales": scales,
+            "window": window,
+            "sinks": normal(heads) * 2 if sinks else None,
+            "logit_cap": logit_cap,
+            "relative_bias": None if bias_extent is None else normal(rows, s_q, heads, bias_extent),
+        },
+    )

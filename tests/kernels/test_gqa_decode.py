@@ -1,0 +1,291 @@
+"""What every implementation of paged GQA attention must do."""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.gqa_decode import KVScales, gqa_decode, merge_partials
+from pallas_kernels.read_source import PageTable
+from tests.deviceless import compile_for, requires_plugin, shape
+from tests.kernels.delivered import ABSURD, DELIVERIES
+from tests.kernels.gqa_case import make_case
+
+EDGES = [0, 1, 15, 16, 17, 50]
+
+
+@pytest.fixture(params=["xla"])
+def implementation(request):
+    return request.param
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads", [(1, 1), (4, 4), (6, 2), (16, 1), (5, 1)], ids=lambda n: str(n)
+)
+def test_groups(implementation, heads, kv_heads):
+    case = make_case(EDGES, heads=heads, kv_heads=kv_heads)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize(
+    "head_dim, v_head_dim", [(96, 96), (512, 512), (192, 128), (80, 512)]
+)
+def test_head_dims(implementation, head_dim, v_head_dim):
+    case = make_case(EDGES, head_dim=head_dim, v_head_dim=v_head_dim)
+    case.check(*case.run(implementation))
+
+
+def test_k_then_v_rows_of_one_width(implementation):
+    case = make_case(EDGES, one_row=True)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("page_size, delivery", [(1, "table"), (1, "stream"), (1, "virtual"), (64, "virtual")])
+def test_page_sizes(implementation, page_size, delivery):
+    case = make_case([0, 1, 63, 64, 65, 200], page_size=page_size)
+    case.check(*case.run(implementation, delivery))
+
+
+@pytest.mark.parametrize("s_q", [1, 3])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float8_e4m3fn"])
+def test_deliveries_agree_to_the_bit(implementation, s_q, kv_dtype):
+    case = make_case([77, 0, 130, 64], s_q=s_q, kv_start=[3, 0, 65, 0], sinks=True, kv_dtype=kv_dtype)
+    first, *others = (case.run(implementation, delivery) for delivery in DELIVERIES)
+    case.check(*first)
+    for other in others:
+        for a, b in zip(first, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("s_q", [2, 8])
+def test_queries_are_causal(implementation, s_q):
+    """Lengths below s_q too: the first queries then sit before the first token and see nothing."""
+    case = make_case([0, 1, 2, 5, 8, 64, 67, 129], s_q=s_q)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("window, s_q", [(1, 1), (16, 1), (7, 4), (20, 40)])
+def test_sliding_window(implementation, window, s_q):
+    """Each query has a window of its own; what lies before the first query's is NaN in the pool."""
+    case = make_case([0, 3, 16, 90, 128], window=window, s_q=s_q)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("delivery", ["table", "stream"])
+def test_window_and_kv_start(implementation, delivery):
+    kv_end = np.array([100, 40, 64])
+    case = make_case(kv_end, window=20, s_q=6, kv_start=np.maximum(kv_end - 6 - 19, 0))
+    case.check(*case.run(implementation, delivery))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_padded_chunk(implementation, window):
+    """Right-padded chunks: what padding queries give is finite; the others are exact."""
+    new = np.array([8, 3, 1, 0, 5])
+    kv_end = np.array([8, 70, 1, 0, 200])
+    case = make_case(kv_end, s_q=8, q_start=kv_end - new, window=window, sinks=True)
+    out, lse = case.run(implementation)
+    case.check(out, lse)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 12, "s_q": 3}])
+def test_sinks(implementation, options):
+    case = make_case(EDGES, sinks=True, heads=6, **options)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("sink", [-1e30, -80.0, 80.0, 200.0])
+def test_extreme_sinks(implementation, sink):
+    case = make_case([40, 0, 3], sinks=True)
+    case = dataclasses.replace(case, options=case.options | {"sinks": np.full(4, sink, np.float32)})
+    out, lse = case.run(implementation)
+    want, want_lse = case.expected()
+    np.testing.assert_allclose(out, want, rtol=1e-4, atol=1e-30)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5)
+
+
+def test_logit_cap(implementation):
+    case = make_case(EDGES, logit_cap=2.0, sinks=True)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("extent, s_q", [(1, 1), (10, 5), (300, 1)])
+def test_relative_bias(implementation, extent, s_q):
+    case = make_case([0, 4, 33, 120], bias_extent=extent, s_q=s_q, logit_cap=20.0)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("dtype, kv_dtype", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float16")])
+def test_dtypes(implementation, dtype, kv_dtype):
+    case = make_case(EDGES, dtype=dtype, kv_dtype=kv_dtype)
+    case.check(*case.run(implementation))
+
+
+@pytest.mark.parametrize("options", [{"v_head_dim": 128}, {"window": 20, "s_q": 3, "sinks": True}, {"kv_heads": 1}])
+def test_float8_rows(implementation, options):
+    case = make_case(EDGES, kv_dtype="float8_e4m3fn", **options)
+    case.check(*case.run(implementation))
+
+
+def test_place_of_pages_does_not_matter(implementation):
+    """The same rows at other places, in a wider table with other neighbours: the same bits."""
+    case = make_case([500, 3, 64])
+    again = make_case([500, 3, 64], spare_pages=40, blocks_per_page=9, offsets=(6, 3))
+    assert not np.array_equal(case.pages, again.pages)
+    for a, b in zip(case.run(implementation), again.run(implementation, extra_columns=9), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("delivery, kv_dtype", [("table", "float8_e4m3fn"), ("stream", "float32"), ("virtual", "float32")])
+def test_bad_ids_read_the_padding_page(implementation, delivery, kv_dtype):
+    """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
+    case = make_case([64, 64], kv_dtype=kv_dtype)
+    source = case.source(delivery)
+    bad = [1, 3]  # columns of row 0
+    match delivery:
+        case "table":
+            source = dataclasses.replace(source, table=source.table.at[0, jnp.array(bad)].set(ABSURD[:2]))
+        case "stream":
+            where = jnp.arange(64).reshape(4, 16)[jnp.array(bad)]
+            source = dataclasses.replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
+        case "virtual":
+            row = source.row_ids[0]
+            tombstone = source.req_to_page[row, 3]
+            source = dataclasses.replace(
+                source,
+                req_to_page=source.req_to_page.at[row, 1].set(ABSURD[1]),
+                v2p=source.v2p.at[tombstone].set(-1),
+            )
+    for column in bad:
+        case.k[0][column * 16 : (column + 1) * 16] = 0
+        case.v[0][column * 16 : (column + 1) * 16] = 0
+    out, lse = gqa_decode(
+        jnp.asarray(case.q),
+        jnp.asarray(case.pool),
+        source,
+        *case.offsets,
+        implementation=implementation,
+        **case.options,
+    )
+    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+
+
+def test_block_offsets_are_run_time_operands(implementation):
+    """One program reads every layer; K and V need not be neighbours."""
+    layers = [make_case(EDGES, offsets=o, blocks_per_page=6, seed=o[0]) for o in ((0, 1), (2, 3), (5, 0))]
+    program = jax.jit(partial(gqa_decode, implementation=implementation, **layers[0].options))
+    for case in layers:
+        k, v = case.offsets
+        arrays = jnp.asarray(case.q), jnp.asarray(case.pool), case.source("table")
+        out, lse = program(*arrays, jnp.int32(k), jnp.int32(v))
+        case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    assert program._cache_size() == 1
+
+
+def test_small_batch_after_a_large_one(implementation):
+    """One program of 8 lanes, of which 8, 3, 8, 1 are live: lanes past the batch have length 0 and absurd ids."""
+    case = make_case([65, 1, 130, 64, 128, 7, 63, 90], window=70)
+    program = jax.jit(partial(gqa_decode, implementation=implementation, **case.options))
+    for live in (8, 3, 8, 1):
+        lanes = np.arange(8) < live
+        part = dataclasses.replace(
+            case,
+            kv_end=np.where(lanes, case.kv_end, 0).astype(np.int32),
+            pages=np.where(lanes[:, None], case.pages, ABSURD[1]),
+        )
+        arrays = jnp.asarray(part.q), jnp.asarray(part.pool), part.source("table")
+        out, lse = program(*arrays, jnp.int32(part.offsets[0]), jnp.int32(part.offsets[1]))
+        part.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    assert program._cache_size() == 1
+
+
+def test_parts_merge_if_one_has_the_sink(implementation):
+    whole = make_case([200, 64, 9, 0], sinks=True)
+    parts = []
+    for start, end in ((0, 8), (8, 70), (70, 200)):
+        part = dataclasses.replace(
+            whole,
+            kv_start=np.minimum(start, whole.kv_end).astype(np.int32),
+            kv_end=np.minimum(whole.kv_end, end).astype(np.int32),
+            q_start=(whole.kv_end - 1).astype(np.int32),
+            options=whole.options | ({} if start == 0 else {"sinks": None}),
+        )
+        parts.append(part.run(implementation))
+    out, lse = merge_partials(*(jnp.asarray(np.stack(x), jnp.float32) for x in zip(*parts, strict=True)))
+    whole.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+
+
+def test_a_distant_window_is_all_that_is_read(implementation):
+    case = make_case([3000, 2500], window=100, heads=2, kv_heads=1)
+    case.check(*case.run(implementation))
+
+
+# Errors that are known when tracing.
+
+
+def arguments(**changes):
+    table = PageTable(jnp.ones((2, 3), jnp.int32), *[jnp.zeros(2, jnp.int32)] * 2, page_size=4)
+    good = {
+        "q": jnp.zeros((2, 1, 4, 64)), "buffer": jnp.zeros(4096, jnp.uint8), "source": table, "k_offset": 0,
+        "v_offset": 1, "kv_dtype": "bfloat16", "num_kv_heads": 2, "sm_scale": 0.1,
+    }  # fmt: skip
+    return good | changes
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"kv_dtype": "int8"}, "int8"),
+        ({"num_kv_heads": 3}, "heads 4, head_dim 64, v_head_dim 64, num_kv_heads 3"),
+        ({"v_head_dim": 32}, "head_dim 64 and v_head_dim 32"),
+        ({"buffer": jnp.zeros(4095, jnp.uint8)}, "4095 bytes is no whole number of blocks of 1024"),
+        ({"kv_dtype": "float8_e4m3fn"}, "fp8 rows need scales"),
+        ({"scales": KVScales(0, 1, 16)}, "bfloat16"),
+        ({"window": 0}, "window must be at least 1, got 0"),
+        ({"logit_cap": 0.0}, "logit_cap must be positive"),
+        ({"sinks": jnp.zeros(2)}, r"sinks must be \[4\]"),
+        ({"relative_bias": jnp.zeros((2, 1, 2, 9))}, r"relative_bias must be \[2, 1, 4, extent\]"),
+        ({"q": jnp.zeros((3, 1, 4, 64))}, r"int32\[3\] to match q"),
+        ({"q_start": jnp.zeros(3, jnp.int32)}, r"q_start must be int32\[2\]"),
+        ({"implementation": "cutlass"}, "cutlass"),
+    ],
+)
+def test_errors_name_the_numbers(changes, words):
+    with pytest.raises(ValueError, match=words):
+        gqa_decode(**arguments(**changes))
+
+
+def test_another_class_is_no_source():
+    with pytest.raises(TypeError, match="dict"):
+        gqa_decode(**arguments(source={}))
+
+
+# No copy of the pool.
+
+
+def pool_program(q, pool, source, k, v):
+    return gqa_decode(q, pool, source, k, v, kv_dtype="bfloat16", num_kv_heads=8, sm_scale=0.1, window=128)
+
+
+def pool_arguments(blocks, rows=4, pages=16):
+    int32 = partial(shape, dtype="int32")
+    source = PageTable(int32((rows, pages)), int32((rows,)), int32((rows,)), page_size=64)
+    pool = shape((blocks * 64 * 8 * 64 * 2,), "uint8")
+    return shape((rows, 1, 64, 64), "bfloat16"), pool, source, int32(()), int32(())
+
+
+def test_cpu_program_copies_no_pool():
+    programs = [jax.jit(pool_program).lower(*pool_arguments(blocks)).compile() for blocks in (1000, 2000)]
+    temps = [program.memory_analysis().temp_size_in_bytes for program in programs]
+    assert temps[0] == temps[1]
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_gpu_program_copies_no_pool():
+    temps = [compile_for(pool_program, *pool_arguments(blocks)).temp_bytes for blocks in (50_000, 100_000)]
+    assert temps[0] == temps[1]

@@ -1,0 +1,143 @@
+"""K and V caches in the pool against plain arrays: full and sliding-window layers side by side, chunks, then steps."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.models.dense_cache import make_dense_cache
+from tests.models.pool_cache import make_pool_cache
+from ukv_jax.attention.fp8 import quantize
+from ukv_jax.cache import CacheSpec, HeadKV
+
+ROWS, HEADS, WINDOW, PAGE = 3, 4, 7, 4
+STEPS = [(9, [9, 4, 0]), (9, [9, 9, 5])] + [(1, [1, 1, 1])] * 8 + [(1, [1, 0, 1])] * 3
+# name, query heads' width, V width
+KINDS = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "k-then-v": ("float32", 24),
+    "fp8": ("float8_e4m3fn", None),
+    "fp8 k-then-v": ("float8_e4m3fn", 24),
+}
+
+
+def make_spec(dtype, v_head_dim):
+    full = HeadKV(2, 2, 16, dtype, v_head_dim)
+    return CacheSpec(None, (), (full, HeadKV(3, 1, 32, dtype, v_head_dim, WINDOW, "swa")))
+
+
+def inputs(spec, seed=0):
+    """Random q, k, v of every cache layer in every step."""
+    rng = np.random.default_rng(seed)
+    steps = []
+    for tokens, new_len in STEPS:
+        layers = []
+        for kv in spec.kv:
+            for layer in range(kv.num_layers):
+                widths = (HEADS, kv.head_dim), (kv.num_kv_heads, kv.head_dim)
+                v = kv.num_kv_heads, kv.v_head_dim or kv.head_dim
+                arrays = [rng.normal(size=(ROWS, tokens, *w)).astype(np.float32) for w in (*widths, v)]
+                layers.append((kv.name, layer, arrays))
+        steps.append((tokens, np.asarray(new_len, np.int32), layers))
+    return steps
+
+
+SINKS = np.linspace(-1, 2, HEADS).astype(np.float32)
+
+
+def run(cache, steps):
+    """What every layer attends to, padding cut off, and the cache."""
+
+    @jax.jit
+    def step(cache, new_len, layers):
+        tokens = layers[0][0].shape[1]
+        cache, outs = cache.begin(tokens, new_len), []
+        for (name, layer), arrays in zip(names, layers, strict=True):
+            out, cache = cache.gqa(
+                layer, *arrays, pool=name, sm_scale=0.3, sinks=jnp.asarray(SINKS), logit_cap=20.0
+            )
+            outs.append(out)
+        return outs, cache.end()
+
+    names = [(name, layer) for name, layer, _ in steps[0][2]]
+    found = []
+    for _, new_len, layers in steps:
+        outs, cache = step(cache, new_len, [arrays for _, _, arrays in layers])
+        found += [np.asarray(out)[row, :n] for out in outs for row, n in enumerate(new_len)]
+    return found, cache
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_pools_see_what_plain_arrays_hold(kind):
+    dtype, v_head_dim = KINDS[kind]
+    spec = make_spec(dtype, v_head_dim)
+    steps = inputs(spec)
+    plain = dataclasses.replace(
+        spec, kv=tuple(dataclasses.replace(kv, dtype="float32") for kv in spec.kv)
+    )
+    expected, _ = run(make_dense_cache(plain, ROWS, 40), rounded(steps, dtype))
+    found = [
+        run(make_pool_cache(spec, ROWS, 40, unified=unified, page_size=PAGE), steps)
+        for unified in (True, False)
+    ]
+    for out, want in zip(found[0][0], expected, strict=True):
+        np.testing.assert_allclose(out, want, rtol=0, atol=2e-5)
+    for unified, static in zip(found[0][0], found[1][0], strict=True):
+        np.testing.assert_array_equal(unified, static)
+    for _, cache in found:
+        lengths = np.asarray(cache.state.requests.seq_len)
+        np.testing.assert_array_equal(lengths, np.sum([n for _, n in STEPS], axis=0))
+        # Released up to what the last step saw: the pages before its window.
+        last = lengths - np.asarray(STEPS[-1][1])
+        first = np.asarray(cache.state.requests.window_first[0])
+        np.testing.assert_array_equal(first, np.maximum(last - WINDOW + 1, 0) // PAGE)
+        assert int(cache.state.counters.faults) == 0
+
+
+def rounded(steps, dtype):
+    """K and V as the pool stores them."""
+
+    def store(x):
+        if dtype != "float8_e4m3fn":
+            return x.astype(jnp.dtype(dtype)).astype(np.float32)
+        values, scale = quantize(jnp.asarray(x))
+        return np.asarray(values.astype(jnp.float32) * scale[..., None])
+
+    return [
+        (tokens, new_len, [(name, layer, [q, store(k), store(v)]) for name, layer, (q, k, v) in layers])
+        for tokens, new_len, layers in steps
+    ]
+
+
+def test_stream_and_virtual_ids_give_the_same_bits():
+    spec = make_spec("float32", None)
+    steps = inputs(spec, 1)
+    runs = [
+        run(make_pool_cache(spec, ROWS, 40, unified=True, page_size=PAGE, delivery=delivery), steps)[0]
+        for delivery in ("table", "stream", "virtual")
+    ]
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_fp8_saturates():
+    values, scale = quantize(jnp.asarray([[3e38, -1.0, 0.0, 0.0], [0.0] * 4, [1e-44] * 4]))
+    values = np.asarray(values, np.float32)
+    assert np.isfinite(values).all()
+    assert values[0, 0] == 448
+    np.testing.assert_allclose(values[0, 0] * np.asarray(scale)[0], 3e38, rtol=1e-3)
+    assert not values[1].any()
+
+
+def test_errors_name_the_sub_pool():
+    spec = make_spec("float32", None)
+    cache = make_pool_cache(spec, ROWS, 40, unified=True, page_size=PAGE).begin(1, [1, 1, 1])
+    q, k = jnp.zeros((ROWS, 1, HEADS, 16)), jnp.zeros((ROWS, 1, 2, 16))
+    with pytest.raises(ValueError, match=r"no KV sub-pool 'local'; this layout has \['full', 'swa'\]"):
+        cache.gqa(0, q, k, k, pool="local", sm_scale=1.0)
+    with pytest.raises(ValueError, match=r"'swa' stores K and V of .* \[1, 32\] and \[1, 32\], got \[2, 16\]"):
+        cache.gqa(0, q, k, k, pool="swa", sm_scale=1.0)
