@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
-from pallas_kernels.mla_decode.mosaic_registers import rescale, store_rows
+from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
@@ -29,7 +29,7 @@ SLOTS = 3  # KV tiles in flight, at most
 _SMEM_BYTES = 224 << 10  # what the rings and q may take
 GROUP = 128  # columns of a load; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
 _SMS = 132
-_LOAD, _SCORES, _LEFT, _RIGHT = 0, 1, 2, 3  # roles of the warpgroups
+_LOAD, _SCORES, _LEFT = 0, 1, 2  # roles of the warpgroups; the last one has V's right half
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _ACC = plgpu.Layout.WGMMA
 _ROWS = _ACC.reduce(1)
@@ -39,13 +39,20 @@ _MASKED = -1e30  # below every score, and finite: a difference of two of them is
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Launch parameters. `blocks`: thread blocks, one a multiprocessor."""
+    """Launch parameters.
+
+    `blocks`: thread blocks, one a multiprocessor. `q_boxes_in_registers`: how many boxes of 128 columns of q the warpgroup
+    of the scores keeps in registers; what they free of shared memory goes to the ring of KV boxes.
+    """
 
     blocks: int = _SMS
+    q_boxes_in_registers: int = 3
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {self.blocks}")
+        if not 0 <= self.q_boxes_in_registers <= 3:
+            raise ValueError(f"q_boxes_in_registers must be 0 to 3, got {self.q_boxes_in_registers}")
 
 
 def mla_decode_mosaic(
@@ -113,8 +120,8 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
     half = v_width // 2
     v_groups = v_width // GROUP  # a KV tile arrives as boxes of GROUP columns of V, and one of the rest
     rest = width - v_width
-    kept = v_groups - 1  # boxes of q that the scores keep in registers; the others lie in shared memory
-    q_smem_bytes = 2 * M * (GROUP + rest)
+    kept = min(config.q_boxes_in_registers, v_groups - 1)  # the others, at least one, lie in shared memory
+    q_smem_bytes = 2 * M * ((v_groups - kept) * GROUP + rest)
     boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
     load_rows = min(page_size, TILE)  # of one TMA
@@ -205,11 +212,15 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
         def clear(n, first, stop):
             """Zeroes V of the positions outside [first, stop): P is 0 there, but 0 * NaN is NaN."""
-            for c in range(v_width // 64):
-                chunk = v_smem.at[v_box(n, c * 64 // GROUP), :, pl.ds(c * 64 % GROUP, 64)]
-                token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_ACC)
-                value = plgpu.load(chunk, layout=_ACC)
-                chunk[...] = jnp.where((token >= first) & (token < stop), value, jnp.bfloat16(0))
+
+            # A loop that the compiler can't unroll: this runs rarely, and instructions that run once come slowly.
+            @pl.loop(0, v_groups + jnp.minimum(stop, 0))  # stop >= 1
+            def box(g):
+                for c in range(GROUP // 64):
+                    chunk = v_smem.at[v_box(n, g), :, pl.ds(c * 64, 64)]
+                    token = plgpu.broadcasted_iota(jnp.int32, (TILE, 64), 0, layout=_ACC)
+                    value = plgpu.load(chunk, layout=_ACC)
+                    chunk[...] = jnp.where((token >= first) & (token < stop), value, jnp.bfloat16(0))
 
         def write_lead(index, row, last):
             """Tells the merge that the parts of `row`, or of none if -1, lie in this group and those to `last`."""
@@ -238,16 +249,8 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
             def load_tile(n, sources, rows_each):
                 """Fills the boxes of tile n: `sources` are [rows_each, width] views, as many as a full tile of pages has."""
-                slot = lax.rem(n, SLOTS)
-                for g in range(v_groups + 1):
-                    if g < v_groups:
-                        at, columns = v_box(n, g), pl.ds(g * GROUP, GROUP)
-                        target, ready, free, first_use = v_smem.at[at], v_ready.at[at], v_free.at[at], boxes
-                        used = n * v_groups + g
-                    else:
-                        target, ready, free, first_use = rest_smem.at[slot], rest_ready.at[slot], rest_free.at[slot], SLOTS
-                        used, columns = n, pl.ds(v_width, rest)
-                    pl.when(used >= first_use)(partial(plgpu.barrier_wait, free))
+
+                def fill(target, columns, ready):
                     for j in range(loads):
                         if j < len(sources):
                             plgpu.copy_gmem_to_smem(
@@ -255,6 +258,16 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                             )
                         else:
                             plgpu.barrier_arrive(ready)
+
+                @pl.loop(0, v_groups)
+                def v(g):
+                    at = v_box(n, g)
+                    pl.when(n * v_groups + g >= boxes)(lambda: plgpu.barrier_wait(v_free.at[at]))
+                    fill(v_smem.at[at], pl.ds(g * GROUP, GROUP), v_ready.at[at])
+
+                slot = lax.rem(n, SLOTS)
+                pl.when(n >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
+                fill(rest_smem.at[slot], pl.ds(v_width, rest), rest_ready.at[slot])
 
             def segment(b, start, stop, first_tile, tiles, n):
                 kv_first, kv_stop = visible(b)
@@ -306,7 +319,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                     if g < kept:
                         q_kept.append(value)
                     else:
-                        q_v_smem[...] = value
+                        q_v_smem[g - kept] = value
                 plgpu.barrier_wait(rest_ready.at[q_slot])
                 q_rest_smem[...] = plgpu.load(rest_smem.at[q_slot], layout=_ACC)
                 plgpu.commit_smem()
@@ -325,14 +338,15 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                             if g < v_groups:
                                 at = v_box(n, g)
                                 plgpu.barrier_wait(v_ready.at[at])
-                                queries_, k = q_kept[g] if g < kept else q_v_smem, v_smem.at[at]
+                                queries_, k = q_kept[g] if g < kept else q_v_smem.at[g - kept], v_smem.at[at]
                             else:
                                 plgpu.barrier_wait(rest_ready.at[slot])
                                 queries_, k = q_rest_smem, rest_smem.at[slot]
-                            plgpu.wgmma(s_ref, queries_, plgpu.transpose_ref(k, (1, 0)))
+                            plgpu.wgmma(s_ref, queries_, k.transpose((1, 0)))
                         return s_ref[...]
 
                     s = pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
+                    sync_warpgroup()  # every warp has read K: P and zeros may be written over it
                     if logit_cap is not None:
                         # tanh by exp2: the hardware's own tanh has 11 bits.
                         scale = 2 * sm_scale * log2e / logit_cap
@@ -380,19 +394,20 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
             for_segments(share, segment, jnp.int32(0))
 
-        def accumulate(column):
+        @pl.when(role >= _LEFT)
+        def values():
+            first_box = (role - _LEFT) * (half // GROUP)
+            column = first_box * GROUP
             plgpu.set_max_registers(160, action="increase")
             share = get_share()
-            for_empty_rows(
-                share,
-                lambda b: store_rows(
-                    out_ref,
-                    full((M, half), 0, _ACC).astype(jnp.bfloat16),
-                    b * queries + q_tile * M,
-                    live_rows,
-                    column,
-                ),
-            )
+
+            def empty(b):
+                @pl.loop(0, live_rows + jnp.minimum(share.size, 0))  # not unrolled, see `clear`; size >= 1
+                def line(i):
+                    zeros = plgpu.layout_cast(jnp.zeros((half,), jnp.bfloat16), plgpu.Layout.WG_STRIDED((half,), half // 128))
+                    out_ref[b * queries + q_tile * M + i, pl.ds(column, half)] = zeros
+
+            for_empty_rows(share, empty)
             plgpu.barrier_arrive(end_free)
 
             def segment(b, start, stop, first_tile, tiles, n):
@@ -403,13 +418,10 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                     decay = plgpu.load(factor_smem.at[slot], layout=_ROWS)
                     accs = rescale(accs, decay)
 
-                    def product(*acc_refs):
-                        for c, acc_ref in enumerate(acc_refs):
-                            plgpu.wgmma(acc_ref, rest_smem.at[slot], v_smem.at[v_box(n, column // GROUP + c)])
-
-                    accs = pl.run_state(lambda refs: product(*refs))(tuple(plgpu.ACC.init(acc) for acc in accs))
+                    boxes_here = [v_smem.at[v_box(n, first_box + c)] for c in range(half // GROUP)]
+                    accs = add_products(accs, rest_smem.at[slot], boxes_here)
                     for c in range(half // GROUP):
-                        plgpu.barrier_arrive(v_free.at[v_box(n, column // GROUP + c)])
+                        plgpu.barrier_arrive(v_free.at[v_box(n, first_box + c)])
                     plgpu.barrier_arrive(rest_free.at[slot])
                     return *accs, n + 1
 
@@ -437,9 +449,6 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
 
             for_segments(share, segment, jnp.int32(0))
 
-        pl.when(role == _LEFT)(lambda: accumulate(0))
-        pl.when(role == _RIGHT)(lambda: accumulate(half))
-
     array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
     call = plgpu.kernel(
         kernel,
@@ -457,7 +466,7 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
         scratch_types=[
             plgpu.SMEM((boxes, TILE, GROUP), jnp.bfloat16, transforms=_TILED),
             plgpu.SMEM((SLOTS, TILE, rest), jnp.bfloat16, transforms=_TILED),
-            plgpu.SMEM((M, GROUP), jnp.bfloat16, transforms=_TILED),
+            plgpu.SMEM((v_groups - kept, M, GROUP), jnp.bfloat16, transforms=_TILED),
             plgpu.SMEM((M, rest), jnp.bfloat16, transforms=_TILED),
             plgpu.SMEM((SLOTS + 1, M), jnp.float32),
             plgpu.SMEM((8,), jnp.int32),
@@ -471,7 +480,9 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             barrier(num_arrivals=2),
         ],
         # No reduction here crosses warps; the default scratch for those would not fit.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
     )
     out, lse, part, part_lse, leads = call(q, pool, block_offset, *ranges, *ids)
     return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,7 +12,7 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def store_rows(ref, values, first_row, rows, column: int = 0) -> None:
+def store_rows(ref, values, first_row, rows, column=0) -> None:
     """``ref[first_row + i, column + j] = values[i, j]`` for ``i < rows``, straight from registers.
 
     `values` is [64, n] in the WGMMA layout; `ref` is a two-dimensional GMEM ref, or one-dimensional when `values` is a
@@ -19,11 +20,26 @@ def store_rows(ref, values, first_row, rows, column: int = 0) -> None:
     """
     layout = plgpu.Layout.WGMMA if values.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR), return_type=None)
-    def store(_, ref, values, first_row, rows):
-        _emit_store_rows(ref, values, first_row.registers.item(), rows.registers.item(), column)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR, _SCALAR), return_type=None)
+    def store(_, ref, values, *scalars):
+        _emit_store_rows(ref, values, *(scalar.registers.item() for scalar in scalars))
 
-    store(ref, values, jnp.int32(first_row), jnp.int32(rows))
+    store(ref, values, jnp.int32(first_row), jnp.int32(rows), jnp.int32(column))
+
+
+def sync_warpgroup() -> None:
+    """Waits for the other warps of this warpgroup."""
+    plgpu.inline_mgpu(arg_types=(), return_type=None)(lambda _: mgpu.utils.warpgroup_barrier())()
+
+
+def add_products(accumulators, left, rights):
+    """``[acc + left @ right for acc, right in zip(accumulators, rights)]`` by WGMMA, all in flight together."""
+
+    def products(refs):
+        for ref, right in zip(refs, rights, strict=True):
+            plgpu.wgmma(ref, left, right)
+
+    return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
 
 
 def rescale(accumulators, factors):
@@ -93,7 +109,7 @@ def _emit_store_rows(ref, values, first_row, rows, column):
         with ir.InsertionPoint(inside.then_block):
             flat = arith.muli(arith.extsi(i64, arith.addi(first_row, at)), const(stride, i64))
             if len(values.shape) == 2:
-                flat = arith.addi(flat, arith.extsi(i64, arith.addi(first_column, const(column, i32))))
+                flat = arith.addi(flat, arith.extsi(i64, arith.addi(first_column, column)))
             pointer = mgpu.utils.getelementptr(base, [flat], element)
             for offset, register in registers:
                 llvm.store(register, mgpu.utils.getelementptr(pointer, [offset], element))

@@ -24,7 +24,7 @@ TILE = 64  # KV positions a tile
 _OVERHEAD = 4  # tiles' worth of fixed work for each row that a block touches
 _NEVER = 2**31 - 1
 _LANES = 32
-_UNROLL = 16  # chunks of 32 rows whose lengths are in flight together
+_IN_FLIGHT = 4  # chunks of 32 rows whose lengths are loaded together
 
 
 class Share(NamedTuple):
@@ -112,35 +112,25 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
         return arith.select(arith.andi(inside, less(start, stop)), tiles, zero), inside
 
     chunks = -(-batch // _LANES)
-    unroll = min(chunks, _UNROLL)
-    trips = -(-chunks // unroll)
 
-    def lengths(trip):
-        first = arith.addi(arith.muli(trip, const(unroll * _LANES)), lane)
-        return [tiles_of(arith.addi(first, const(i * _LANES))) for i in range(unroll)]
+    def loop(carry, body, unroll):
+        """Runs body(first chunk, carry) for each `unroll` chunks of 32 rows."""
+        return _repeat(-(-chunks // unroll), carry, lambda i, carry: body(arith.muli(i, const(unroll)), carry))
 
-    def loop(carry, body):
-        if trips == 1:
-            return body(zero, carry)
-        step = arith.constant(index, ir.IntegerAttr.get(index, 1))
-        end = arith.constant(index, ir.IntegerAttr.get(index, trips))
-        start = arith.constant(index, ir.IntegerAttr.get(index, 0))
-        for_op = scf.ForOp(start, end, step, carry)
-        with ir.InsertionPoint(for_op.body):
-            scf.yield_(body(arith.index_cast(i32, for_op.induction_variable), list(for_op.inner_iter_args)))
-        return list(for_op.results)
+    def row_of(chunk, i=0):
+        return arith.addi(arith.muli(arith.addi(chunk, const(i)), const(_LANES)), lane)
 
-    kept = lengths(zero) if trips == 1 else None  # one trip: the lengths stay in registers for the second pass
+    in_flight = min(chunks, _IN_FLIGHT)
 
-    def survey(trip, carry):
+    def survey(chunk, carry):
         total, least, most = carry
-        for tiles, inside in kept or lengths(trip):
+        for tiles, inside in [tiles_of(row_of(chunk, i)) for i in range(in_flight)]:
             total = arith.addi(total, tiles)
             least = arith.minui(least, arith.select(inside, tiles, const(_NEVER)))
             most = arith.maxui(most, tiles)
         return [total, least, most]
 
-    total, least, most = loop([zero, const(_NEVER), zero], survey)
+    total, least, most = loop([zero, const(_NEVER), zero], survey, in_flight)
     for distance in (16, 8, 4, 2, 1):
         total = arith.addi(total, mgpu.utils.shfl_bfly(total, distance))
         least = arith.minui(least, mgpu.utils.shfl_bfly(least, distance))
@@ -168,31 +158,41 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
 
     shuffle = lambda value, other, kind, clamp: nvvm.shfl_sync(everyone, value, other, const(clamp), kind)
 
-    def scan(trip, carry):
+    def scan(chunk, carry):
         base, *found = carry
-        for i, (tiles, inside) in enumerate(kept or lengths(trip)):
-            value = arith.select(inside, arith.addi(tiles, overhead), zero)
-            through = value
-            for distance in (1, 2, 4, 8, 16):
-                before = shuffle(through, const(distance), nvvm.ShflKind.up, 0)
-                through = arith.addi(through, arith.select(less(lane, const(distance)), zero, before))
-            end = arith.addi(base, through)
-            start = arith.subi(end, value)
-            chunk = arith.addi(arith.muli(trip, const(unroll * _LANES)), const(i * _LANES))
-            for side, at in enumerate(ends):
-                row, offset = found[2 * side : 2 * side + 2]
-                hits = nvvm.vote_sync(everyone, less(at, end), nvvm.VoteSyncKind.ballot)
-                first_lane = llvm.intr_cttz(hits, False)
-                first_start = shuffle(start, arith.minui(first_lane, const(31)), nvvm.ShflKind.idx, 31)
-                fresh = arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.eq, row, none),
-                    arith.cmpi(arith.CmpIPredicate.ne, hits, zero),
-                )
-                found[2 * side] = arith.select(fresh, arith.addi(chunk, first_lane), row)
-                found[2 * side + 1] = arith.select(fresh, arith.subi(at, first_start), offset)
-            base = shuffle(end, const(31), nvvm.ShflKind.idx, 31)
-        return [base, *found]
+        tiles, inside = tiles_of(row_of(chunk))  # in the L1 cache by now
+        cost = arith.select(inside, arith.addi(tiles, overhead), zero)
+        through = cost
+        for distance in (1, 2, 4, 8, 16):
+            before = shuffle(through, const(distance), nvvm.ShflKind.up, 0)
+            through = arith.addi(through, arith.select(less(lane, const(distance)), zero, before))
+        end = arith.addi(base, through)
+        start = arith.subi(end, cost)
+        for side, at in enumerate(ends):
+            row, offset = found[2 * side : 2 * side + 2]
+            hits = nvvm.vote_sync(everyone, less(at, end), nvvm.VoteSyncKind.ballot)
+            first_lane = llvm.intr_cttz(hits, False)
+            first_start = shuffle(start, arith.minui(first_lane, const(31)), nvvm.ShflKind.idx, 31)
+            fresh = arith.andi(
+                arith.cmpi(arith.CmpIPredicate.eq, row, none), arith.cmpi(arith.CmpIPredicate.ne, hits, zero)
+            )
+            hit = arith.addi(arith.muli(chunk, const(_LANES)), first_lane)
+            found[2 * side] = arith.select(fresh, hit, row)
+            found[2 * side + 1] = arith.select(fresh, arith.subi(at, first_start), offset)
+        return [shuffle(end, const(31), nvvm.ShflKind.idx, 31), *found]
 
-    _, *found = loop([zero, none, zero, none, zero], scan)
+    _, *found = loop([zero, none, zero, none, zero], scan, 1)
     for i, value in enumerate([*found, size, overhead]):
         memref.store(value, out, [arith.constant(index, ir.IntegerAttr.get(index, i))])
+
+
+def _repeat(trips: int, carry, body):
+    """Emits ``for i in range(trips): carry = body(i, carry)`` with int32 i."""
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    if trips == 1:
+        return body(arith.constant(i32, ir.IntegerAttr.get(i32, 0)), carry)
+    start, stop, step = (arith.constant(index, ir.IntegerAttr.get(index, i)) for i in (0, trips, 1))
+    for_op = scf.ForOp(start, stop, step, carry)
+    with ir.InsertionPoint(for_op.body):
+        scf.yield_(body(arith.index_cast(i32, for_op.induction_variable), list(for_op.inner_iter_args)))
+    return list(for_op.results)
