@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,8 +58,27 @@ def forward(
     row), and the new cache. `experts` names the implementation of the routed experts
     (experts.EXPERTS; None: the one preferred on the device at hand).
     """
+    *_, (x, cache) = run_layers(params, config, tokens, cache, experts)
+    if last_only:
+        last = jnp.maximum(cache.new_len - 1, 0)
+        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    x = rms_norm(x, params["final_norm"], config.rms_norm_eps)
+    head = params.get("lm_head", params["embed"])
+    contract_hidden = (((x.ndim - 1,), (1,)), ((), ()))
+    return lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32), cache
+
+
+def run_layers(
+    params: Params,
+    config: ModelConfig,
+    tokens: Int32[Array, "rows tokens"],
+    cache: Any,
+    experts: str | None = None,
+) -> Iterator[tuple[Float[Array, "rows tokens hidden"], Any]]:
+    """Hidden states and cache after the embedding and after each layer; arguments as in `forward`."""
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
     x = params["embed"][jnp.where(valid, tokens, 0)]
+    yield x, cache
     for i, layer in enumerate(params["layers"]):
         h = rms_norm(x, layer["mixer_norm"], config.rms_norm_eps)
         h, cache = MIXERS[config.mixers[i]](layer["mixer"], config, config.cache_layer(i), h, cache)
@@ -71,10 +90,4 @@ def forward(
             assert config.moe is not None
             h = moe.apply(layer["mlp"], config.moe, h, valid, experts)
         x = x + h
-    if last_only:
-        last = jnp.maximum(cache.new_len - 1, 0)
-        x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
-    x = rms_norm(x, params["final_norm"], config.rms_norm_eps)
-    head = params.get("lm_head", params["embed"])
-    contract_hidden = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32), cache
+        yield x, cache
