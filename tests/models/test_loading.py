@@ -210,7 +210,7 @@ def linear(**changes):
     [
         (
             broken(model_type="gpt_bigcode"),
-            "model_type 'gpt_bigcode' is not implemented; families: ['kimi_linear']",
+            "model_type 'gpt_bigcode' is not implemented; families: [",
         ),
         ({}, "model_type None is not implemented"),
         (broken(hidden_act="gelu"), "hidden_act = 'gelu' is not implemented; implemented: ['silu']"),
