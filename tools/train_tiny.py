@@ -132,7 +132,7 @@ def loss_fn(weights: dict[str, jax.Array], config: ModelConfig, tokens: jax.Arra
     cache = make_dense_cache(cache_spec(config, "float32"), rows, length)
     loads: list[jax.Array] = []
 
-    def dense(x, chosen, weights, gate_up, down):
+    def dense(x, chosen, weights, gate_up, down, _options):
         """Every expert on every token: with few small experts that beats sorting, forwards and backwards."""
         picked = chosen[..., None] == jnp.arange(config.moe.num_experts)
         loads.append(picked.sum(axis=(0, 1)))

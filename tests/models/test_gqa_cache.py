@@ -14,14 +14,7 @@ from ukv_jax.cache import CacheSpec, HeadKV
 
 ROWS, HEADS, WINDOW, PAGE = 3, 4, 7, 4
 STEPS = [(9, [9, 4, 0]), (9, [9, 9, 5])] + [(1, [1, 1, 1])] * 8 + [(1, [1, 0, 1])] * 3
-# name, query heads' width, V width
-KINDS = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "k-then-v": ("float32", 24),
-    "fp8": ("float8_e4m3fn", None),
-    "fp8 k-then-v": ("float8_e4m3fn", 24),
-}
+KINDS = {"float32 k-then-v": ("float32", 24), "fp8": ("float8_e4m3fn", None)}  # dtype, v_head_dim
 
 
 def make_spec(dtype, v_head_dim):
@@ -30,17 +23,16 @@ def make_spec(dtype, v_head_dim):
 
 
 def inputs(spec, seed=0):
-    """Random q, k, v of every cache layer in every step."""
+    """Random q, k, v of the last cache layer of each kind in every step."""
     rng = np.random.default_rng(seed)
     steps = []
     for tokens, new_len in STEPS:
         layers = []
         for kv in spec.kv:
-            for layer in range(kv.num_layers):
-                widths = (HEADS, kv.head_dim), (kv.num_kv_heads, kv.head_dim)
-                v = kv.num_kv_heads, kv.v_head_dim or kv.head_dim
-                arrays = [rng.normal(size=(ROWS, tokens, *w)).astype(np.float32) for w in (*widths, v)]
-                layers.append((kv.name, layer, arrays))
+            q, k = (HEADS, kv.head_dim), (kv.num_kv_heads, kv.head_dim)
+            v = kv.num_kv_heads, kv.v_head_dim or kv.head_dim
+            arrays = [rng.normal(size=(ROWS, tokens, *shape)).astype(np.float32) for shape in (q, k, v)]
+            layers.append((kv.name, kv.num_layers - 1, arrays))
         steps.append((tokens, np.asarray(new_len, np.int32), layers))
     return steps
 

@@ -40,6 +40,28 @@ class MLAConfig:
 
 
 @dataclass(frozen=True)
+class GQAConfig:
+    """Grouped-query attention; num_kv_heads divides num_heads.
+
+    sm_scale: what scores are multiplied by (default 1 / sqrt(head_dim)). window: positions that a query sees, its own
+    included (None: all). logit_cap: scores become logit_cap * tanh(scores / logit_cap).
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int | None = None
+    rope: RopeConfig | None = None
+    sm_scale: float | None = None
+    window: int | None = None
+    logit_cap: float | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+
+@dataclass(frozen=True)
 class KDAConfig:
     """Kimi delta attention (arXiv 2510.26692): keys and values are equally wide in every head."""
 
@@ -53,10 +75,49 @@ class KDAConfig:
 
 
 @dataclass(frozen=True)
+class GDNConfig:
+    """Gated delta net (arXiv 2412.06464): num_k_heads divides num_v_heads."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    conv_kernel: int
+
+    @property
+    def conv_channels(self) -> int:
+        return 2 * self.num_k_heads * self.k_head_dim + self.num_v_heads * self.v_head_dim
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2 (arXiv 2405.21060). in_multiplier scales the layer's input, `multipliers` the projected gate, x, B, C and
+    step size; norm_before_gate says where a gated norm stands if the layer has one."""
+
+    num_heads: int
+    head_dim: int
+    state_size: int
+    num_groups: int
+    conv_kernel: int
+    norm_before_gate: bool = False
+    in_multiplier: float = 1.0
+    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+
+    @property
+    def channels(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def conv_channels(self) -> int:
+        return self.channels + 2 * self.num_groups * self.state_size
+
+
+@dataclass(frozen=True)
 class MoEConfig:
     """Routed experts, optional expert groups, and shared experts.
 
-    group_rank: what a group of experts is ranked by, the sum of its two best scores or its best score.
+    group_rank: what a group of experts is ranked by, the sum of its two best scores or its best score. clamp: gain and
+    limit of gpt-oss's gated activation (`layers.clamped_product`); None is silu(gate) * up.
     """
 
     num_experts: int
@@ -69,6 +130,7 @@ class MoEConfig:
     groups_per_token: int = 1
     score_function: Literal["sigmoid", "softmax"] = "sigmoid"
     group_rank: Literal["top2", "max"] = "top2"
+    clamp: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,12 +151,16 @@ class ModelConfig:
     pad_token_id: int | None = None
     tie_word_embeddings: bool = False
     mla: MLAConfig | None = None
+    gqa: GQAConfig | None = None
+    swa: GQAConfig | None = None  # of sliding-window layers
     kda: KDAConfig | None = None
+    gdn: GDNConfig | None = None
+    mamba2: Mamba2Config | None = None
     moe: MoEConfig | None = None
-    mtp_layers: int = 0  # layers for multi-token prediction that a checkpoint holds after these; not loaded
-    fp8_block: tuple[int, int] | None = (
-        None  # rows and columns that share a scale where weights are stored as fp8
-    )
+    # Layers for multi-token prediction that the checkpoint holds after these; not loaded.
+    mtp_layers: int = 0
+    # Rows and columns that share a scale where the checkpoint's weights are fp8.
+    fp8_block: tuple[int, int] | None = None
 
     @property
     def num_layers(self) -> int:

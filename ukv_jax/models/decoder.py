@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32
 
-from ukv_jax.cache import CacheSpec, LatentKV, StatePart
-from ukv_jax.models import kda, mla, moe
+from ukv_jax.cache import CacheSpec, HeadKV, LatentKV, StatePart
+from ukv_jax.models import gqa, kda, mla, moe
 from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.layers import rms_norm, swiglu
 
 Params = dict[str, Any]
 Mixer = Callable[[dict[str, Array], ModelConfig, int, Array, Any], tuple[Array, Any]]
-MIXERS: dict[str, Mixer] = {"mla": mla.apply, "kda": kda.apply}
+MIXERS: dict[str, Mixer] = {"mla": mla.apply, "gqa": gqa.apply, "swa": gqa.apply_window, "kda": kda.apply}
 
 
 def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
@@ -30,6 +30,11 @@ def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
         assert config.mla is not None
         layers = config.mixers.count("mla")
         latent = LatentKV(layers, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
+    kv = tuple(
+        HeadKV(config.mixers.count(kind), c.num_kv_heads, c.head_dim, dtype, c.v_head_dim, c.window, name)
+        for kind, name, c in (("gqa", "full", config.gqa), ("swa", "swa", config.swa))
+        if c is not None and kind in config.mixers
+    )
     state: tuple[StatePart, ...] = ()
     if "kda" in config.mixers:
         k = config.kda
@@ -39,7 +44,7 @@ def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
             StatePart("conv", layers, k.conv_kernel - 1, (3 * k.channels,), dtype),
             StatePart("recurrent", layers, k.num_heads, (k.head_dim, k.head_dim), "float32"),
         )
-    return CacheSpec(latent, state)
+    return CacheSpec(latent, state, kv)
 
 
 def forward(

@@ -33,4 +33,17 @@ def swiglu(
 ) -> Float[Array, "*batch hidden"]:
     """down(silu(gate(x)) * up(x)); gate and up stacked along the output axis."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+    return linear(silu_product(gate, up), down)
+
+
+def silu_product(gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+    """The gated activation of most models: silu(gate) * up."""
+    return jax.nn.silu(gate) * up
+
+
+def clamped_product(
+    gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"], gain: float, limit: float
+) -> Float[Array, "*batch width"]:
+    """gpt-oss's gated activation: gate * sigmoid(gain * gate) * (up + 1), gate at most limit, up within +-limit."""
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return gate * jax.nn.sigmoid(gate * gain) * (up + 1)

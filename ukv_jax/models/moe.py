@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from ukv_jax.models.config import MoEConfig
-from ukv_jax.models.experts import EXPERTS, preferred
-from ukv_jax.models.layers import swiglu
+from ukv_jax.models.experts import EXPERTS, Options, preferred
+from ukv_jax.models.layers import clamped_product, silu_product, swiglu
 
 
 def route(
@@ -17,16 +19,19 @@ def route(
     weight: Float[Array, "experts hidden"],
     bias: Float[Array, " experts"] | None,
     config: MoEConfig,
+    logit_bias: Float[Array, " experts"] | None = None,
 ) -> tuple[Int32[Array, "tokens k"], Float[Array, "tokens k"]]:
     """Experts of each token and their weights (float32).
 
-    `bias` takes part in the choice only (arXiv 2412.19437, section 2.1.2). With groups, only the best
-    `groups_per_token` groups compete, a group being ranked by the sum of its two best experts (V3) or by its best
-    (arXiv 2405.04434, section 2.2.2).
+    logit_bias is part of the router's linear map; `bias` takes part in the choice only (arXiv 2412.19437, section
+    2.1.2). With groups, only the best `groups_per_token` groups compete, a group being ranked by the sum of its two best
+    experts (V3) or by its best (arXiv 2405.04434, section 2.2.2).
     """
     logits = lax.dot_general(
         x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
     )
+    if logit_bias is not None:
+        logits = logits + logit_bias
     scores = jax.nn.sigmoid(logits) if config.score_function == "sigmoid" else jax.nn.softmax(logits)
     choice = scores if bias is None else scores + bias
     if config.num_groups > 1:
@@ -56,9 +61,15 @@ def apply(
     if experts not in EXPERTS:
         raise ValueError(f"experts={experts!r} is not an implementation; there are: {sorted(EXPERTS)}")
     flat = x.reshape(-1, x.shape[-1])
-    chosen, weights = route(flat, params["router"], params.get("router_bias"), config)
+    biases = params.get("router_bias"), params.get("router_logit_bias")
+    chosen, weights = route(flat, params["router"], biases[0], config, biases[1])
     chosen = jnp.where(valid.reshape(-1, 1), chosen, config.num_experts)
-    routed = EXPERTS[experts](flat, chosen, weights, params["experts_gate_up"], params["experts_down"])
+    product = silu_product
+    if config.clamp is not None:
+        product = partial(clamped_product, gain=config.clamp[0], limit=config.clamp[1])
+    options = Options(product, params.get("experts_gate_up_bias"), params.get("experts_down_bias"))
+    gate_up, down = params["experts_gate_up"], params["experts_down"]
+    routed = EXPERTS[experts](flat, chosen, weights, gate_up, down, options)
     out = routed.reshape(x.shape)
     if config.num_shared_experts:
         out = out + swiglu(x, params["shared_gate_up"], params["shared_down"])

@@ -1,0 +1,72 @@
+"""Multi-head, grouped-query or multi-query attention, over all positions or a sliding window.
+
+A layer does what its parameters say: biases (q_bias, k_bias, v_bias, o_bias), norms of each query and key head (q_norm,
+k_norm), an output gate (gate_proj) and attention sinks (sinks) are there or not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from ukv_jax.models.config import GQAConfig, ModelConfig
+from ukv_jax.models.layers import linear, rms_norm
+from ukv_jax.models.rope import apply_rope
+
+
+def apply(
+    params: dict[str, Array], config: ModelConfig, layer: int, x: Array, cache: Any
+) -> tuple[Array, Any]:
+    """Mixer interface of the decoder for layers that see all positions; `layer` counts them."""
+    assert config.gqa is not None
+    return attend(params, config.gqa, config.rms_norm_eps, layer, x, cache, pool="full")
+
+
+def apply_window(
+    params: dict[str, Array], config: ModelConfig, layer: int, x: Array, cache: Any
+) -> tuple[Array, Any]:
+    """Mixer interface of the decoder for sliding-window layers; `layer` counts them."""
+    assert config.swa is not None
+    return attend(params, config.swa, config.rms_norm_eps, layer, x, cache, pool="swa")
+
+
+def attend(
+    params: dict[str, Array], config: GQAConfig, eps: float, layer: int, x: Array, cache: Any, *, pool: str
+) -> tuple[Array, Any]:
+    """x and result [rows, tokens, hidden].
+
+    The cache gets q [rows, tokens, heads, head_dim], k [rows, tokens, kv_heads, head_dim] and v [rows, tokens, kv_heads,
+    v_head_dim], stores the latter two at `cache.positions` of its cache `pool` and returns [rows, tokens, heads,
+    v_head_dim].
+    """
+
+    def heads(name: str, count: int, norm: bool) -> Array:
+        y = linear(x, params[f"{name}_proj"])
+        if f"{name}_bias" in params:
+            y = y + params[f"{name}_bias"]
+        y = y.reshape(*x.shape[:2], count, -1)
+        if norm and f"{name}_norm" in params:
+            y = rms_norm(y, params[f"{name}_norm"], eps)
+        return apply_rope(config.rope, y, cache.positions) if norm and config.rope is not None else y
+
+    q = heads("q", config.num_heads, True)
+    k = heads("k", config.num_kv_heads, True)
+    v = heads("v", config.num_kv_heads, False)
+    out, cache = cache.gqa(
+        layer,
+        q,
+        k,
+        v,
+        pool=pool,
+        sm_scale=config.scale,
+        sinks=params.get("sinks"),
+        logit_cap=config.logit_cap,
+    )
+    out = out.astype(x.dtype).reshape(*x.shape[:2], -1)
+    if "gate_proj" in params:
+        out = out * jax.nn.sigmoid(linear(x, params["gate_proj"]))
+    out = linear(out, params["o_proj"])
+    return (out + params["o_bias"] if "o_bias" in params else out), cache
