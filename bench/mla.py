@@ -151,7 +151,9 @@ def candidates(batch: Batch, peers: Any) -> dict[str, Any]:
     table = PageTable(batch.table, batch.virtual.kv_start, batch.virtual.kv_end, page_size=PAGE_SIZE)
     calls = {}
     for name, source in (("ours", table), ("ours, virtual ids", batch.virtual)):
-        run = jax.jit(lambda q, pool, source: mla_decode(q, pool, source, 0, implementation="mosaic", **OPTIONS))
+        run = jax.jit(
+            lambda q, pool, source: mla_decode(q, pool, source, 0, implementation="mosaic", **OPTIONS)
+        )
         calls[name] = partial(run, batch.q, batch.pool, source)
     if peers is None:
         return calls
@@ -163,7 +165,9 @@ def candidates(batch: Batch, peers: Any) -> dict[str, Any]:
     calls["FlashMLA"] = lambda: peers.flash_mla(q, cache, entries, lengths, SM_SCALE, plan)
     calls["FlashMLA schedule"] = lambda: peers.flash_mla_metadata(lengths, q.shape[2], plan=plan)
     position = [np.arange(length) for length in batch.lengths]
-    ids = np.concatenate([batch.entries[b, p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for b, p in enumerate(position)])
+    ids = np.concatenate(
+        [batch.entries[b, p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for b, p in enumerate(position)]
+    )
     indptr = np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int32)
     ids, indptr = peers.as_torch(ids.astype(np.int64)), peers.as_torch(indptr)
     splits = peers.sglang_mla_plan(lengths, q.shape[2])
@@ -197,16 +201,24 @@ def bench(shape: tuple[Any, ...], iters: int, peers: Any) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     varied = " varied" if row["varied"] else ""
-    print(f"{row['rows']} x {row['heads']} heads x {row['context']}{varied}, floor {row['floor_us']} us  {row['model']}")
+    print(
+        f"{row['rows']} x {row['heads']} heads x {row['context']}{varied}, floor {row['floor_us']} us  {row['model']}"
+    )
     ours = row["times"]["ours"]["us"]
     for name, t in row["times"].items():
-        rates = f"{t['GB/s']:>6} GB/s {t['TFLOP/s']:>4} TFLOP/s {t['over_floor']:>6.2f} x floor" if "GB/s" in t else ""
+        rates = (
+            f"{t['GB/s']:>6} GB/s {t['TFLOP/s']:>4} TFLOP/s {t['over_floor']:>6.2f} x floor"
+            if "GB/s" in t
+            else ""
+        )
         print(f"    {name:<18}{t['us']:>9.2f} us  ours / it {ours / t['us']:.3f} {rates}", flush=True)
 
 
 def main(argv: list[str]) -> None:
     parser = timing.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--more", action="store_true", help="the shapes beside the reference table instead of it")
+    parser.add_argument(
+        "--more", action="store_true", help="the shapes beside the reference table instead of it"
+    )
     parser.add_argument("--only", type=int, nargs="*", help="indices of shapes (default: all)")
     options = parser.parse_args(argv)
     peers = timing.load_peers(options.peers)

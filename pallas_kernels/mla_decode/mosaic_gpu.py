@@ -22,7 +22,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
 
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
 SLOTS = 3  # KV tiles in flight, at most
@@ -76,16 +76,27 @@ def mla_decode_mosaic(
     queries = s_q * heads
     tiles = -(-queries // M)
     if tiles > config.blocks:
-        raise NotImplementedError(f"s_q * heads = {queries} needs {tiles} blocks a row, more than {config.blocks}")
+        raise NotImplementedError(
+            f"s_q * heads = {queries} needs {tiles} blocks a row, more than {config.blocks}"
+        )
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
-    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, source.page_size, row_width)
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(
+        -1, source.page_size, row_width
+    )
     padded = -(-queries // 8) * 8  # a load brings whole swizzle tiles of 8 rows
     queries_of_row = q.reshape(rows, queries, qk_width)
     if padded != queries:
         queries_of_row = jnp.pad(queries_of_row, ((0, 0), (0, padded - queries), (0, 0)))
     call = partial(
-        _decode, rows=rows, s_q=s_q, heads=heads, v_width=v_width, sm_scale=sm_scale, logit_cap=logit_cap, config=config
+        _decode,
+        rows=rows,
+        s_q=s_q,
+        heads=heads,
+        v_width=v_width,
+        sm_scale=sm_scale,
+        logit_cap=logit_cap,
+        config=config,
     )
     offset = jnp.asarray(block_offset, jnp.int32).reshape(1)
     out, lse = call(queries_of_row, pool, source, offset, q_start)
@@ -110,7 +121,9 @@ def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type
         raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")
 
 
-def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width, sm_scale, logit_cap, config):
+def _decode(
+    q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width, sm_scale, logit_cap, config
+):
     """q [rows, s_q * heads padded to 8, width], pool [blocks, page_size, width] -> out, lse of [rows * s_q * heads]."""
     num_blocks, page_size, width = pool.shape
     queries = s_q * heads
@@ -234,7 +247,11 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             _, tiles = mosaic_schedule.tile_range(*visible(b))
             start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
             leads = (share.last < rows) & (stop > 0) & (stop < tiles) & (start == 0)
-            write_lead(group, jnp.where(leads, b, -1), lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size))
+            write_lead(
+                group,
+                jnp.where(leads, b, -1),
+                lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size),
+            )
 
         @pl.when(role == _LOAD)
         def load():
@@ -276,7 +293,9 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                 def blocks_of(tile):
                     column = lax.div((first_tile + tile) * TILE, page_size)
                     # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
-                    return tuple(block_of(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads))
+                    return tuple(
+                        block_of(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads)
+                    )
 
                 def one(i, carry):
                     n, blocks = carry
@@ -355,13 +374,17 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
                     tail = (position < kv_first) | (position + TILE > kv_stop)
                     pl.when(tail)(lambda: clear(n, kv_first - position, kv_stop - position))
                     edge = tail | ((position + TILE > q_position + 1) if s_q > 1 else False)
-                    s = lax.cond(edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s)
+                    s = lax.cond(
+                        edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s
+                    )
                     # The subtrahend follows the maximum only when it falls behind by 2**_SLACK: most tiles rescale nothing.
                     tile_peak = s.max(axis=1)
                     new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
                     decay = jnp.exp2((peak - new_peak) * to_log2)
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                    rest_smem[slot] = p.astype(jnp.bfloat16)  # over the columns of K that are no longer needed
+                    rest_smem[slot] = p.astype(
+                        jnp.bfloat16
+                    )  # over the columns of K that are no longer needed
                     factor_smem[slot] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_ready.at[slot])
@@ -404,7 +427,9 @@ def _decode(q, pool, source, block_offset, q_start, *, rows, s_q, heads, v_width
             def empty(b):
                 @pl.loop(0, live_rows + jnp.minimum(share.size, 0))  # not unrolled, see `clear`; size >= 1
                 def line(i):
-                    zeros = plgpu.layout_cast(jnp.zeros((half,), jnp.bfloat16), plgpu.Layout.WG_STRIDED((half,), half // 128))
+                    zeros = plgpu.layout_cast(
+                        jnp.zeros((half,), jnp.bfloat16), plgpu.Layout.WG_STRIDED((half,), half // 128)
+                    )
                     out_ref[b * queries + q_tile * M + i, pl.ds(column, half)] = zeros
 
             for_empty_rows(share, empty)

@@ -51,12 +51,20 @@ def merge(
             safe = [jnp.minimum(a, count - 1) for a in at]
             slots = [jnp.where(a == 0, groups + group, group + a) for a in safe]
             loaded = [
-                [(part_lse_ref[s * queries + line], plgpu.load(part_ref.at[s * queries + line], layout=layout)) for s in slots]
+                [
+                    (
+                        part_lse_ref[s * queries + line],
+                        plgpu.load(part_ref.at[s * queries + line], layout=layout),
+                    )
+                    for s in slots
+                ]
                 for line in mine
             ]
             after = []
             for (peak, total, acc), parts in zip(carry, loaded, strict=True):
-                weights = [jnp.where(a < count, weight, -jnp.inf) for a, (weight, _) in zip(at, parts, strict=True)]
+                weights = [
+                    jnp.where(a < count, weight, -jnp.inf) for a, (weight, _) in zip(at, parts, strict=True)
+                ]
                 new_peak = peak
                 for weight in weights:
                     new_peak = jnp.maximum(new_peak, weight)

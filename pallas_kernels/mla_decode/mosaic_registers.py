@@ -56,7 +56,11 @@ def rescale(accumulators, factors):
         one = arith.constant(factors.mlir_dtype, ir.FloatAttr.get(factors.mlir_dtype, 1.0))
         changed = None
         for register in factors.registers.flat:
-            value = llvm.extractelement(register, _constant(0)) if isinstance(register.type, ir.VectorType) else register
+            value = (
+                llvm.extractelement(register, _constant(0))
+                if isinstance(register.type, ir.VectorType)
+                else register
+            )
             differs = arith.cmpf(arith.CmpFPredicate.UNE, value, one)
             changed = differs if changed is None else arith.ori(changed, differs)
         changed = nvvm.vote_sync(_constant(-1), changed, nvvm.VoteSyncKind.any)
@@ -69,7 +73,9 @@ def rescale(accumulators, factors):
         results = iter(branch.results)
         return tuple(
             FragmentedArray(
-                _registers=np.array([next(results) for _ in acc.registers.flat], dtype=object).reshape(acc.registers.shape),
+                _registers=np.array([next(results) for _ in acc.registers.flat], dtype=object).reshape(
+                    acc.registers.shape
+                ),
                 _layout=acc.layout,
                 _is_signed=None,
             )
@@ -89,7 +95,10 @@ def _emit_store_rows(ref, values, first_row, rows, column):
     const = lambda value, ty: arith.constant(ty, ir.IntegerAttr.get(ty, value))
     stride = ir.MemRefType(ref.type).shape[1] if len(values.shape) == 2 else 1
     thread = mgpu.utils.thread_idx()
-    lane, warp = arith.remui(thread, const(32, i32)), arith.divui(arith.remui(thread, const(128, i32)), const(32, i32))
+    lane, warp = (
+        arith.remui(thread, const(32, i32)),
+        arith.divui(arith.remui(thread, const(128, i32)), const(32, i32)),
+    )
     # A thread of a WGMMA accumulator holds rows 16 * warp + lane / 4 + {0, 8} and, in each 8 columns, 2 * (lane % 4) + {0, 1}.
     row = arith.addi(arith.muli(warp, const(16, i32)), arith.divui(lane, const(4, i32)))
     first_column = arith.muli(arith.remui(lane, const(4, i32)), const(2, i32))
@@ -98,7 +107,9 @@ def _emit_store_rows(ref, values, first_row, rows, column):
     tile_strides = values.layout.tiling.tile_strides(tuple(mgpu.utils.get_contiguous_strides(values.shape)))
     width = values.shape[1] if len(values.shape) == 2 else 1
     for index in np.ndindex(values.registers.shape):
-        row_offset, column_offset = divmod(sum(i * s for i, s in zip(index, tile_strides, strict=False)), width)
+        row_offset, column_offset = divmod(
+            sum(i * s for i, s in zip(index, tile_strides, strict=False)), width
+        )
         by_half[row_offset].append((column_offset, values.registers[index]))
 
     element = values.mlir_dtype
@@ -114,4 +125,3 @@ def _emit_store_rows(ref, values, first_row, rows, column):
             for offset, register in registers:
                 llvm.store(register, mgpu.utils.getelementptr(pointer, [offset], element))
             scf.yield_([])
-

@@ -115,7 +115,9 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
 
     def loop(carry, body, unroll):
         """Runs body(first chunk, carry) for each `unroll` chunks of 32 rows."""
-        return _repeat(-(-chunks // unroll), carry, lambda i, carry: body(arith.muli(i, const(unroll)), carry))
+        return _repeat(
+            -(-chunks // unroll), carry, lambda i, carry: body(arith.muli(i, const(unroll)), carry)
+        )
 
     def row_of(chunk, i=0):
         return arith.addi(arith.muli(arith.addi(chunk, const(i)), const(_LANES)), lane)

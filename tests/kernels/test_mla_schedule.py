@@ -20,7 +20,9 @@ def lanes(value) -> np.ndarray:
 
 
 def unsigned(function):
-    return lambda a, b: function(a.astype(np.int64) & 0xFFFFFFFF, b.astype(np.int64) & 0xFFFFFFFF).astype(np.int32)
+    return lambda a, b: function(a.astype(np.int64) & 0xFFFFFFFF, b.astype(np.int64) & 0xFFFFFFFF).astype(
+        np.int32
+    )
 
 
 def shuffle(_, value, other, clamp, kind):
@@ -49,7 +51,9 @@ def warp(monkeypatch):
         CmpIPredicate=SimpleNamespace(slt="slt", eq="eq", ne="ne", ule="ule"),
     )  # fmt: skip
     kinds = SimpleNamespace(up="up", idx="idx")
-    ballot = lambda _, flag, kind: lanes(np.int32(np.uint32(sum(int(f) << i for i, f in enumerate(flag))).view(np.int32)))
+    ballot = lambda _, flag, kind: lanes(
+        np.int32(np.uint32(sum(int(f) << i for i, f in enumerate(flag))).view(np.int32))
+    )
     nvvm = SimpleNamespace(
         shfl_sync=shuffle, ShflKind=kinds, vote_sync=ballot, VoteSyncKind=SimpleNamespace(ballot="ballot")
     )
@@ -126,7 +130,9 @@ def test_every_tile_is_dealt_once(warp, batch, groups):
     tiles = -(-kv_end // TILE)
     shares = warp(np.zeros(batch), kv_end, groups)
     check(shares, tiles)
-    busiest = max(sum(stop - start for p in parts([s], tiles)[0].values() for _, start, stop in p) for s in shares)
+    busiest = max(
+        sum(stop - start for p in parts([s], tiles)[0].values() for _, start, stop in p) for s in shares
+    )
     assert busiest <= -(-(tiles.sum() + batch * schedule._OVERHEAD) // groups)
 
 
@@ -157,7 +163,10 @@ def test_rows_of_one_length_are_cut_evenly(warp, batch, length, groups, parts_of
     check(shares, tiles)
     rows, _ = parts(shares, tiles)
     assert {len(p) for p in rows.values()} == {parts_of_a_row}
-    assert max(sum(stop - start for p in parts([s], tiles)[0].values() for _, start, stop in p) for s in shares) == most_tiles
+    assert (
+        max(sum(stop - start for p in parts([s], tiles)[0].values() for _, start, stop in p) for s in shares)
+        == most_tiles
+    )
 
 
 def test_one_length_that_would_leave_a_quarter_idle_is_cut_anyway(warp):

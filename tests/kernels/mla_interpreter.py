@@ -1,0 +1,97 @@
+"""Runs the Mosaic MLA decode kernel in Pallas' GPU interpreter, with race detection: `python -m tests.kernels.mla_interpreter`.
+
+The interpreter runs TMA, barriers, WGMMA and the warpgroups of a block as threads, on CPU. It can't run inline MLIR, nor a
+WGMMA with operands in registers, so what the kernel writes in MLIR is replaced by its meaning: cut stores, rescaling and
+the split of the batch (test_mla_schedule.py tests that one lane by lane).
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, shared_memory
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla_decode import mosaic_gpu, mosaic_schedule
+from tests.kernels.mla_case import make_case
+
+
+def store_rows(ref, values, first_row, rows, column=0):
+    @pl.loop(0, rows)
+    def line(i):
+        value = lax.dynamic_index_in_dim(values, i, 0, keepdims=False)
+        at = first_row + i if values.ndim == 1 else (first_row + i, pl.ds(column, values.shape[1]))
+        ref[at] = value
+
+
+def add_products(accumulators, left, rights):
+    def product(right):
+        def scoped(ref):
+            plgpu.wgmma(ref, left, right)
+            return ref[...]
+
+        return pl.run_scoped(scoped, plgpu.ACC((64, right.shape[1]), jnp.float32))
+
+    return [acc + product(right) for acc, right in zip(accumulators, rights, strict=True)]
+
+
+def find_share(row_range_refs, batch, group, groups, out_ref, *, width_tokens, s_q):
+    """The split for rows of unequal lengths, by its definition."""
+    start, stop, *q_start = (ref[...] for ref in row_range_refs)
+    start, stop = jnp.maximum(start, 0), jnp.minimum(stop, width_tokens)
+    if q_start:
+        stop = jnp.minimum(stop, q_start[0] + s_q)
+    cost = jnp.where(stop > start, (stop + 63) // 64 - start // 64, 0) + mosaic_schedule._OVERHEAD
+    end = jnp.cumsum(cost)
+    size = (end[-1] + groups - 1) // groups
+    found = []
+    for i in (0, 1):
+        at = jnp.minimum((group + i) * size, end[-1])
+        row = jnp.sum(end <= at)
+        inside = jnp.minimum(row, batch - 1)
+        found += [row, jnp.where(row < batch, at - (end[inside] - cost[inside]), 0)]
+    for i, value in enumerate([*found, size, mosaic_schedule._OVERHEAD]):
+        out_ref[i] = jnp.int32(value)
+
+
+def substitute() -> None:
+    mosaic_gpu.store_rows = store_rows
+    mosaic_gpu.add_products = add_products
+    mosaic_gpu.rescale = lambda accumulators, factors: [acc * factors[:, None] for acc in accumulators]
+    mosaic_gpu.sync_warpgroup = lambda: None  # a warpgroup is one thread here
+    mosaic_schedule.find_share = find_share
+    plgpu.griddepcontrol_wait = plgpu.griddepcontrol_launch_dependents = lambda: None
+    # A kernel may end with slots of its ring free and nobody waiting for that; the interpreter takes it for a mistake.
+    deallocate = shared_memory.Barrier.deallocate
+
+    def lenient(barrier):
+        try:
+            deallocate(barrier)
+        except ValueError as error:
+            if "had only observed" not in str(error):
+                raise
+
+    shared_memory.Barrier.deallocate = lenient
+
+
+def main() -> None:
+    """Rows cut between three blocks, windows, an empty row, drafts of three queries, ids translated in the kernel."""
+    substitute()
+    case = make_case([77, 0, 130, 64, 300], heads=16, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129])
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out, lse = mosaic_gpu.mla_decode_mosaic(
+            jnp.asarray(case.q),
+            jnp.asarray(case.pool),
+            case.source("virtual"),
+            case.block_offset,
+            config=mosaic_gpu.TuningConfig(blocks=3, q_boxes_in_registers=0),
+            **case.options,
+        )
+        out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
+        assert not gpu_callbacks.get_races().races_found
+    case.check(out, lse)
+    print("right, no races")
+
+
+if __name__ == "__main__":
+    main()
