@@ -2,14 +2,16 @@
 
 Files are memory-mapped and each tensor goes from the map to the device on its own; the host never holds a second copy
 of the checkpoint. The format: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}},
-then the bytes (https://huggingface.co/docs/safetensors).
+then the bytes (https://huggingface.co/docs/safetensors). Read here because the safetensors library (0.8) has no float8
+for numpy.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +26,9 @@ from jaxtyping import Array
 
 from ukv_jax.models.config import ModelConfig, load_config, read_json
 
+# Stored dtypes by safetensors' name: those of plain values, and those that mean something only with their scales.
 DTYPES: dict[str, Any] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+PACKED_DTYPES: dict[str, Any] = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "U8": np.uint8}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -44,14 +48,36 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Part:
+    """One of the stored tensors that make up a quantised one; dtype is a key of DTYPES or PACKED_DTYPES."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A quantised form of a tensor: `unpack(*parts, dtype=...)` gives its values."""
+
+    parts: tuple[Part, ...]
+    unpack: Callable[..., Array] = field(compare=False)
+
+
+@dataclass(frozen=True)
 class Tensor:
-    """One tensor of a checkpoint. float32: kept so whatever the model computes in. alias: another name in use."""
+    """One tensor of a checkpoint. float32: kept so whatever the model computes in. alias: another name in use.
+
+    packed: the form in which the checkpoint may hold it instead; a checkpoint chooses for each tensor, by the dtype
+    of the first part.
+    """
 
     name: str
     shape: tuple[int, ...]
     places: tuple[Place, ...]
     float32: bool = False
     alias: str | None = None
+    packed: Packed | None = None
 
 
 class CheckpointFiles:
@@ -123,7 +149,8 @@ class CheckpointFiles:
         """The tensor as a view of the mapped file."""
         path, entry, data = self._entries[name]
         begin, end = entry["data_offsets"]
-        dtype, shape = np.dtype(DTYPES[entry["dtype"]]), tuple(entry["shape"])
+        dtype = np.dtype((DTYPES | PACKED_DTYPES)[entry["dtype"]])
+        shape = tuple(entry["shape"])
         if end - begin != math.prod(shape) * dtype.itemsize:
             raise ValueError(
                 f"{path}: tensor {name} has {end - begin} bytes, its shape {shape} wants another number"
@@ -131,31 +158,52 @@ class CheckpointFiles:
         return self._maps[path][data + begin : data + end].view(dtype).reshape(shape)
 
 
-def resolve(tensors: Iterable[Tensor], files: CheckpointFiles) -> list[Tensor]:
-    """The tensors under the names that the checkpoint uses.
+def resolve(
+    tensors: Iterable[Tensor], files: CheckpointFiles, skipped: Mapping[str, str] | None = None
+) -> list[Tensor]:
+    """The tensors under the names and in the form (plain: packed is None) that the checkpoint uses.
 
+    skipped: beginnings of names that the model has no use for, and what they are; a warning says how many there were.
     ValueError lists missing and unexpected tensors, wrong shapes and dtypes.
     """
     names, problems, found = files.names, [], []
+    left = set(names)
     for t in tensors:
         if t.name not in names and t.alias in names:
             t = replace(t, name=t.alias)
-        if t.name not in names:
-            problems.append(f"missing {t.name}, wanted {list(t.shape)}")
-            continue
+        first = t.packed.parts[0] if t.packed else None
+        if first is None or first.name not in names or files.describe(first.name)[0] != first.dtype:
+            t = replace(t, packed=None)
+        parts = t.packed.parts if t.packed else (Part(t.name, t.shape, ""),)
+        left -= {part.name for part in parts}
+        problems += [problem for part in parts if (problem := _misfit(part, files))]
         found.append(t)
-        dtype, shape = files.describe(t.name)
-        if shape != t.shape:
-            problems.append(f"{t.name} has shape {list(shape)}, wanted {list(t.shape)}")
-        if dtype not in DTYPES:
-            problems.append(f"{t.name} has dtype {dtype}, wanted one of {sorted(DTYPES)}")
-    problems += [f"unexpected {name}" for name in sorted(names - {t.name for t in found})]
+    for beginning, what in (skipped or {}).items():
+        matching = {name for name in left if name.startswith(beginning)}
+        if matching:
+            warnings.warn(
+                f"{files.directory}: {len(matching)} tensors {beginning}* not loaded: {what}", stacklevel=3
+            )
+        left -= matching
+    problems += [f"unexpected {name}" for name in sorted(left)]
     if problems:
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise ValueError(
             f"{files.directory}: the checkpoint does not fit its config: " + "; ".join(problems[:20]) + more
         )
     return found
+
+
+def _misfit(part: Part, files: CheckpointFiles) -> str | None:
+    """What is wrong with a stored tensor; a part without dtype may have any of DTYPES."""
+    if part.name not in files.names:
+        return f"missing {part.name}, wanted {list(part.shape)}"
+    dtype, shape = files.describe(part.name)
+    if shape != part.shape:
+        return f"{part.name} has shape {list(shape)}, wanted {list(part.shape)}"
+    if dtype not in ((part.dtype,) if part.dtype else DTYPES):
+        return f"{part.name} has dtype {dtype}, wanted {part.dtype or f'one of {sorted(DTYPES)}'}"
+    return None
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -226,16 +274,22 @@ def load_model(
     """Loads a Hugging Face checkpoint directory: config.json and safetensors, single or sharded with an index.
 
     dtype: what to cast to (default: the dtype that config.json names). device: a device or sharding for every
-    tensor. Raises ValueError for an unknown or unsupported config, missing, unexpected or misshapen tensors, dtypes
-    other than F32, F16 and BF16, cut files, and pickle checkpoints.
+    tensor. Quantised tensors are unpacked to that dtype, one by one. Raises ValueError for an unknown or unsupported
+    config, missing, unexpected or misshapen tensors, dtypes other than F32, F16, BF16 and what the config says of
+    quantisation, cut files, and pickle checkpoints. Warns of tensors that the family makes no use of.
     """
     from ukv_jax.models.families import FAMILIES
 
     config = load_config(directory)
     files = CheckpointFiles(directory)
-    tensors = resolve(FAMILIES[config.family].tensors(config), files)
+    family = FAMILIES[config.family]
+    tensors = resolve(family.tensors(config), files, family.skipped(config))
+    target = jnp.dtype(dtype or config.dtype)
 
     def read(tensor: Tensor) -> Array:
-        return jax.device_put(files.read(tensor.name), device)
+        if tensor.packed is None:
+            return jax.device_put(files.read(tensor.name), device)
+        parts = [jax.device_put(files.read(part.name), device) for part in tensor.packed.parts]
+        return tensor.packed.unpack(*parts, dtype=jnp.dtype("float32") if tensor.float32 else target)
 
-    return build_tree(tensors, read, jnp.dtype(dtype or config.dtype), device), config
+    return build_tree(tensors, read, target, device), config

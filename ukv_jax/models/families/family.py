@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Family:
     """read_config maps config.json to the layer kinds of the decoder and their sizes; tensors lists every tensor of
-    the checkpoint and where it goes in the decoder's parameters."""
+    the checkpoint and where it goes in the decoder's parameters; skipped gives beginnings of tensor names that the
+    decoder makes no use of, and what they are."""
 
     read_config: Callable[[ConfigReader], ModelConfig]
     tensors: Callable[[ModelConfig], list[Tensor]]
+    skipped: Callable[[ModelConfig], Mapping[str, str]] = lambda config: {}

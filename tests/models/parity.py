@@ -1,0 +1,83 @@
+"""Runs a checkpoint over a cache as its golden data was made: a prompt in padded chunks, then greedy tokens.
+
+A golden directory (tools/make_golden_*.py) holds a checkpoint and golden.npz with ids, positions, logits, hidden,
+greedy and greedy_logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ukv_jax.models.decoder import cache_spec, forward, run_layers
+from ukv_jax.models.weights import load_model
+
+GOLDEN = Path(__file__).parent / "golden"
+CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Run:
+    logits: np.ndarray  # [prompt, vocab]
+    hidden: np.ndarray  # [layers + 1, prompt, hidden]: the embedding, then each layer's output
+    greedy: np.ndarray  # [steps]
+    greedy_logits: np.ndarray  # [steps, vocab]
+
+
+def load_golden(name: str) -> dict[str, np.ndarray]:
+    with np.load(GOLDEN / name / "golden.npz") as file:
+        return {key: file[key] for key in file.files}
+
+
+def run(name: str, make_cache, dtype: str = "float32") -> Run:
+    """The golden prompt of directory `name` in row 1 of a batch of two (row 0 lies idle), then as many greedy tokens."""
+    golden = load_golden(name)
+    params, config = load_model(GOLDEN / name, dtype=dtype)
+    ids, steps = golden["ids"], len(golden["greedy"])
+    live = jnp.asarray([0, 1], jnp.int32)
+    cache = make_cache(cache_spec(config, dtype), 2, len(ids) + steps)
+
+    @jax.jit
+    def layers(params, tokens, cache, new_len):
+        outputs = list(run_layers(params, config, tokens, cache.begin(tokens.shape[1], new_len)))
+        return jnp.stack([x[1] for x, _ in outputs])
+
+    @jax.jit
+    def chunk(params, tokens, cache, new_len):
+        logits, cache = forward(params, config, tokens, cache.begin(tokens.shape[1], new_len))
+        return logits[1], cache.end()
+
+    @jax.jit
+    def decode(params, first, cache):
+        def body(carry, _):
+            logits, cache = carry
+            token = jnp.argmax(logits).astype(jnp.int32)
+            tokens = jnp.stack([jnp.int32(0), token])[:, None]
+            out, cache = forward(params, config, tokens, cache.begin(1, live), last_only=True)
+            return (out[1], cache.end()), (token, logits)
+
+        cache = cache.begin(1, live * 0).end()  # the shapes of a decode step
+        return lax.scan(body, (first, cache), None, length=steps)[1]
+
+    logits, hidden = [], []
+    for at in range(0, len(ids), CHUNK):
+        part = ids[at : at + CHUNK]
+        tokens = np.full((2, CHUNK), -7, np.int32)
+        tokens[1, : len(part)] = part
+        new_len = live * len(part)
+        hidden.append(np.asarray(layers(params, tokens, cache, new_len))[:, : len(part)])
+        out, cache = chunk(params, tokens, cache, new_len)
+        logits.append(np.asarray(out[: len(part)]))
+    logits = np.concatenate(logits)
+    greedy, greedy_logits = decode(params, jnp.asarray(logits[-1]), cache)
+    return Run(logits, np.concatenate(hidden, axis=1), np.asarray(greedy), np.asarray(greedy_logits))
+
+
+def relative(found: np.ndarray, expected: np.ndarray) -> float:
+    """max |difference| / max |expected|"""
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
