@@ -1,4 +1,4 @@
-"""Command line: generate text, compare the two kinds of pool, run the demo.
+"""Command line: generate text, compare the two kinds of pool, plan a pool, run the demo.
 
 Bad input ends in one line on stderr and exit code 2.
 """
@@ -27,11 +27,14 @@ class _Parser(argparse.ArgumentParser):
 
 
 def size(text: str) -> int:
-    """Bytes: a number with an optional binary unit (K, M, G, T; KiB and the like are understood)."""
+    """Bytes: a number with an optional unit, binary (K or KiB, M, G, T) or decimal (KB, MB, GB, TB)."""
     digits = text.strip().upper().removesuffix("IB")
+    decimal = digits[-2:-1].isalpha() and digits.endswith("B")
+    digits = digits.removesuffix("B") if decimal else digits
     unit = digits[-1:] if digits[-1:].isalpha() else ""
     try:
-        value = float(digits.removesuffix(unit)) * UNITS[unit]
+        factor = 1000 ** ("KMGT".index(unit) + 1) if decimal else UNITS[unit]
+        value = float(digits.removesuffix(unit)) * factor
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 300000, 512M or 1.5G") from None
     if value < 1:
@@ -121,7 +124,7 @@ def _read(path: str) -> str:
 def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int, str], None]]:
     """A progress bar on stderr; yields a function of (done, note)."""
     if not shown:
-        yield lambda done, note="": None
+        yield lambda done, note: None
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -131,7 +134,7 @@ def _bar(label: str, total: int, shown: bool) -> Iterator[Callable[[int, str], N
         *columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=Console(stderr=True)
     ) as bar:
         task = bar.add_task(label, total=total, note="")
-        yield lambda done, note="": bar.update(task, completed=done, note=note)
+        yield lambda done, note: bar.update(task, completed=done, note=note)
 
 
 def generate(args: argparse.Namespace) -> int:
@@ -244,6 +247,16 @@ def compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def plan(args: argparse.Namespace) -> int:
+    from ukv_jax import plan as planning
+
+    found = planning.plan(
+        args.model, args.bytes, page_size=args.page_size, dtype=args.dtype, short=args.short, long=args.long
+    )
+    print(json.dumps(asdict(found)) if args.json else "\n".join(planning.lines(found)))
+    return 0
+
+
 def demo(args: argparse.Namespace) -> int:
     from rich.console import Console
 
@@ -333,6 +346,19 @@ def _parser() -> argparse.ArgumentParser:
     c.add_argument("--requests", type=int, default=4, help="requests side by side (4)")
     c.add_argument("--chunk", type=int, default=64, help="tokens a step (64); 1 takes the decode path")
     kernels(c)
+
+    p = command("plan", plan, "What a pool of a given size holds for a model, from its config.json alone.")
+    p.add_argument("--model", required=True, metavar="DIR_OR_CONFIG")
+    p.add_argument("--bytes", required=True, type=size, metavar="SIZE", help="such as 100GB (10^9) or 100G (2^30)")
+    p.add_argument("--page-size", type=int, default=64, help="tokens a page (64)")
+    p.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and cache (the checkpoint's)"
+    )
+    p.add_argument("--short", type=int, default=1024, metavar="TOKENS", help="of a short request (1024)")
+    p.add_argument(
+        "--long", type=int, default=65536, metavar="TOKENS", help="of a long one (65536, or the model's maximum)"
+    )
+    p.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
     d = command(
         "demo",

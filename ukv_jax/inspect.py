@@ -209,7 +209,7 @@ def strip(state: PoolState, width: int = 512) -> Strip:
         page = (middle[inside] - (spec.base or 0)) // spec.page_bytes
         owners = _page_owners(state, i)[page]
         live = np.asarray(pool.p2v)[page] > 0
-        free = HOLE
+        free: int | np.ndarray = HOLE
         if not isinstance(layout, UnifiedLayout):
             free = np.where((page < int(pool.high)) & (not pages_are_ids(layout, spec)), HOLE, NOBODY)
         subpool[inside] = i
@@ -281,7 +281,7 @@ def _palette(n: int) -> list[str]:
     import matplotlib as mpl
 
     name = "Dark2" if n <= 8 else "tab20"
-    return [mpl.colors.to_hex(c) for c in mpl.colormaps[name].colors[:n]]
+    return [mpl.colors.to_hex(c) for c in mpl.colormaps[name].colors[:n]]  # type: ignore[attr-defined]
 
 
 def _unit(size: int) -> tuple[str, int]:
