@@ -6,6 +6,8 @@ and FLOPs / 790 TFLOP/s, the rates that a copy and a large matrix product reach 
 out, FLOPs 2 * heads * (576 + 512) a token. A name after a shape is a model that has it: its heads on one GPU.
 """
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,10 +148,10 @@ def _reference_row(q, pool, entries, length):
     return dot(p, kv[:, :VALUE])
 
 
-def candidates(batch: Batch, peers: Any) -> dict[str, Any]:
+def candidates(batch: Batch, peers: Any) -> dict[str, Callable[[], Any]]:
     """Name -> call that launches the kernels of one decode and returns its output first."""
     table = PageTable(batch.table, batch.virtual.kv_start, batch.virtual.kv_end, page_size=PAGE_SIZE)
-    calls = {}
+    calls: dict[str, Callable[[], Any]] = {}
     for name, source in (("ours", table), ("ours, virtual ids", batch.virtual)):
         run = jax.jit(
             lambda q, pool, source: mla_decode(q, pool, source, 0, implementation="mosaic", **OPTIONS)
@@ -157,7 +159,7 @@ def candidates(batch: Batch, peers: Any) -> dict[str, Any]:
         calls[name] = partial(run, batch.q, batch.pool, source)
     if peers is None:
         return calls
-    import torch
+    torch = importlib.import_module("torch")
 
     q, lengths, entries = (peers.as_torch(x) for x in (batch.q, table.kv_end, batch.table))
     cache = peers.as_torch(batch.pool).view(torch.bfloat16).view(-1, PAGE_SIZE, ROW)

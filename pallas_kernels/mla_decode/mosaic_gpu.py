@@ -151,8 +151,8 @@ def _decode(
     across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
 
     def kernel(*refs):
-        refs = list(refs)
-        take = lambda n: [refs.pop(0) for _ in range(n)]
+        remaining = iter(refs)
+        take = lambda n: [next(remaining) for _ in range(n)]
         q_ref, pool_ref, offset_ref = take(3)
         range_refs, id_refs = take(len(ranges)), take(len(ids))
         out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)

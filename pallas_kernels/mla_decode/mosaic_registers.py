@@ -103,7 +103,7 @@ def _emit_store_rows(ref, values, first_row, rows, column):
     row = arith.addi(arith.muli(warp, const(16, i32)), arith.divui(lane, const(4, i32)))
     first_column = arith.muli(arith.remui(lane, const(4, i32)), const(2, i32))
 
-    by_half = {0: [], 8: []}
+    by_half: dict[int, list] = {0: [], 8: []}
     tile_strides = values.layout.tiling.tile_strides(tuple(mgpu.utils.get_contiguous_strides(values.shape)))
     width = values.shape[1] if len(values.shape) == 2 else 1
     for index in np.ndindex(values.registers.shape):
