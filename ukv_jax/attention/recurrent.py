@@ -1,6 +1,7 @@
 """Recurrent state in the pool: one slot a request, every part of every layer in blocks of that slot."""
 
 import math
+from typing import cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,8 @@ def _block_index(
     subpool: SubPool, part: str, layer: int, slots: Int32[Array, " rows"]
 ) -> Int32[Array, "rows blocks"]:
     """Block of every piece of `part` at cache-layer `layer`; the padding slot's for a dead row."""
-    per_layer = next(p for p in subpool.spec.parts if p.name == part).blocks_per_layer
+    parts = cast(StateSpec, subpool.spec).parts
+    per_layer = next(p for p in parts if p.name == part).blocks_per_layer
     offsets = np.array(
         [subpool.block_offset(layer * per_layer + j, part) for j in range(per_layer)], np.int32
     )
