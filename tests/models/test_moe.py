@@ -94,6 +94,33 @@ def test_experts(name, live):
 
 
 @pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
+def test_biases_and_clamped_activation(name):
+    """gpt-oss's experts, against a loop over tokens; the limit is reached and the router has a bias."""
+    c = config(score_function="softmax", scaling_factor=1.0, num_shared_experts=0, clamp=(1.7, 2.0))
+    r = {k: v for k, v in random(4).items() if "shared" not in k and k != "router_bias"}
+    rng = np.random.default_rng(5)
+    r |= {
+        "router_logit_bias": rng.normal(size=EXPERTS).astype(np.float32) * 3,
+        "experts_gate_up_bias": rng.normal(size=(EXPERTS, 2 * SIZE)).astype(np.float32),
+        "experts_down_bias": rng.normal(size=(EXPERTS, HIDDEN)).astype(np.float32),
+    }
+    valid = np.arange(TOKENS) % 5 != 2
+    params = {k: jnp.asarray(v) for k, v in r.items() if k != "x"}
+    found = jax.jit(lambda p, x, v: moe.apply(p, c, x, v, name))(params, r["x"][None], valid[None])[0]
+    want = np.zeros((TOKENS, HIDDEN))
+    for t in np.flatnonzero(valid):
+        x = r["x"][t].astype(np.float64)
+        logits = r["router"] @ x + r["router_logit_bias"]
+        best = np.argsort(-logits)[:2]
+        for e, w in zip(best, np.exp(logits[best]) / np.exp(logits[best]).sum(), strict=True):
+            gate, up = np.split(r["experts_gate_up"][e] @ x + r["experts_gate_up_bias"][e], 2)
+            gate, up = np.minimum(gate, 2.0), np.clip(up, -2.0, 2.0)
+            hidden = gate / (1 + np.exp(-1.7 * gate)) * (up + 1)
+            want[t] += w * (r["experts_down"][e] @ hidden + r["experts_down_bias"][e])
+    np.testing.assert_allclose(found, want, rtol=2e-5, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", sorted(IMPLEMENTATIONS))
 def test_all_tokens_on_one_expert(name):
     r = random(3)
     gate_up, down = jnp.asarray(r["experts_gate_up"]), jnp.asarray(r["experts_down"])

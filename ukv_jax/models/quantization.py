@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, UInt8
 
 from ukv_jax.models.config import ConfigReader
 from ukv_jax.models.weights import Packed, Part, Tensor
@@ -69,3 +69,48 @@ def dequantize_blocks(
     rows, columns = weight.shape
     by_element = jnp.repeat(jnp.repeat(scale, block[0], axis=0)[:rows], block[1], axis=1)[:, :columns]
     return (weight.astype(jnp.float32) * by_element).astype(dtype)
+
+
+MXFP4_BLOCK = 32  # values that share a scale
+# What the 16 codes of e2m1 stand for (OCP Microscaling Formats, version 1.0, section 5.3.3).
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def check_mxfp4(reader: ConfigReader) -> None:
+    """Raises ValueError for a quantization_config other than MXFP4's. Which tensors are packed shows in the files."""
+    if reader.get("quantization_config") is None:
+        return
+    section = reader.section("quantization_config")
+    if section.get("quant_method") != "mxfp4":
+        raise section.fail(
+            f"quant_method {section.get('quant_method')!r} is not implemented; implemented: 'mxfp4'"
+        )
+    section.inert(("modules_to_not_convert", "dequantize"))
+    section.finish()
+
+
+def mxfp4(tensor: Tensor) -> Tensor:
+    """A tensor [experts, in, out] that may also be stored as blocks [experts, out, in / 32, 16] of two codes a byte
+    (low half first) and scales [experts, out, in / 32] that are powers of two with a bias of 127."""
+    experts, inner, outer = tensor.shape
+    groups = -(-inner // MXFP4_BLOCK)
+    parts = (
+        Part(f"{tensor.name}_blocks", (experts, outer, groups, MXFP4_BLOCK // 2), "U8"),
+        Part(f"{tensor.name}_scales", (experts, outer, groups), "U8"),
+    )
+    return replace(tensor, packed=Packed(parts, partial(dequantize_mxfp4, inner=inner)))
+
+
+@partial(jax.jit, static_argnames=("inner", "dtype"))
+def dequantize_mxfp4(
+    blocks: UInt8[Array, "experts out groups 16"],
+    scales: UInt8[Array, "experts out groups"],
+    *,
+    inner: int,
+    dtype: Any,
+) -> Float[Array, "experts {inner} out"]:
+    """The values in the layout of the plain tensor; every one is exact in bfloat16."""
+    codes = jnp.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*scales.shape, MXFP4_BLOCK)
+    exponent = scales.astype(jnp.int32)[..., None] - 127
+    values = jnp.ldexp(jnp.asarray(MXFP4_VALUES, jnp.float32)[codes], exponent)
+    return values.reshape(*scales.shape[:2], -1)[..., :inner].astype(dtype).swapaxes(1, 2)

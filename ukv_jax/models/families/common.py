@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ukv_jax.models.config import ConfigReader, MLAConfig, ModelConfig, MoEConfig
+from ukv_jax.models.config import ConfigReader, GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from ukv_jax.models.rope import RopeConfig
 from ukv_jax.models.weights import Place, Tensor
 
@@ -136,8 +136,31 @@ def mla(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
     ]
 
 
+def gqa(config: GQAConfig, hidden: int, name: str, path: Path, *, bias: bool = False) -> list[Tensor]:
+    """Projections of grouped-query attention, each with a bias or none with one."""
+    v_width = config.v_head_dim or config.head_dim
+    widths = {
+        "q": config.num_heads * config.head_dim,
+        "k": config.num_kv_heads * config.head_dim,
+        "v": config.num_kv_heads * v_width,
+    }
+    shapes = {x: (width, hidden) for x, width in widths.items()}
+    shapes["o"] = (hidden, config.num_heads * v_width)
+    out = [whole(f"{name}.{x}_proj.weight", (*path, f"{x}_proj"), shape) for x, shape in shapes.items()]
+    if bias:
+        out += [
+            whole(f"{name}.{x}_proj.bias", (*path, f"{x}_bias"), shape[:1]) for x, shape in shapes.items()
+        ]
+    return out
+
+
 def experts(
-    config: ModelConfig, name: str, path: Path, names: tuple[str, str, str], bias: bool
+    config: ModelConfig,
+    name: str,
+    path: Path,
+    names: tuple[str, str, str],
+    bias: bool,
+    shared_name: str = "shared_experts",
 ) -> list[Tensor]:
     """Router, routed and shared experts. names: what a routed expert calls its gate, up and down projection."""
     moe, hidden = config.moe, config.hidden_size
@@ -164,5 +187,5 @@ def experts(
         ]
     if moe.num_shared_experts:
         shared = moe.num_shared_experts * size
-        out += gated(f"{name}.shared_experts", path, "shared_gate_up", "shared_down", hidden, shared)
+        out += gated(f"{name}.{shared_name}", path, "shared_gate_up", "shared_down", hidden, shared)
     return out
