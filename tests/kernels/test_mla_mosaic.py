@@ -1,0 +1,118 @@
+"""The Mosaic MLA decode kernel compiled for an H200 that need not be here, and what it declines.
+
+How it computes is in test_mla_decode.py (on a GPU), test_mla_interpreter.py and test_mla_schedule.py.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.mla_decode.mosaic_gpu import TuningConfig, mla_decode_mosaic
+from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from tests.deviceless import compile_for, requires_plugin, shape
+
+int32 = partial(shape, dtype="int32")
+OPTIONS = {"kv_dtype": "bfloat16", "row_width": 576, "v_width": 512, "sm_scale": 0.1}
+BLOCKS = 132
+
+
+def source(delivery, rows, page_size):
+    bounds = int32((rows,)), int32((rows,))
+    if delivery == "table":
+        return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
+    ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
+    return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
+
+
+def compiled(rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=1000, logit_cap=None):
+    def attention(q, pool, source, block_offset, q_start):
+        return mla_decode(
+            q,
+            pool,
+            source,
+            block_offset,
+            q_start=q_start,
+            logit_cap=logit_cap,
+            implementation="mosaic",
+            **OPTIONS,
+        )
+
+    return compile_for(
+        attention,
+        shape((rows, s_q, heads, 576), "bfloat16"),
+        shape((pool_blocks * page_size * 1152,), "uint8"),
+        source(delivery, rows, page_size),
+        int32(()),
+        int32((rows,)) if s_q > 1 else None,
+    )
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize(
+    "rows, heads, options",
+    [
+        (300, 16, {}),
+        (5, 9, {"delivery": "virtual", "page_size": 8}),
+        (4, 128, {"s_q": 8, "page_size": 128, "logit_cap": 30.0}),
+    ],
+    ids=["table", "virtual ids, pages of 8", "draft of 8, 16 query tiles"],
+)
+def test_fits_the_gpu(rows, heads, options):
+    """Shared memory and registers in budget; two kernels, and no temporaries but the parts of cut rows."""
+    program = compiled(rows, heads, **options)
+    queries = options.get("s_q", 1) * heads
+    groups = BLOCKS // -(-queries // 64)
+    parts = 2 * groups * queries * 4 * (512 + 1)
+    padded_q = rows * -(-queries // 8) * 8 * 576 * 2
+    assert program.temp_bytes <= parts + padded_q + 16 * (rows + groups) + 4096
+    assert sum(thunk.kind == "kCustomCall" for thunk in program.thunks) == 2
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_copies_no_pool():
+    temps = [
+        compiled(4, 16, pool_blocks=blocks).temp_bytes for blocks in (50_000, 1_400_000)
+    ]  # 3.7 and 103 GB
+    assert temps[0] == temps[1]
+
+
+GOOD = dict(
+    q=shape((2, 1, 16, 576), "bfloat16"),
+    buffer=shape((64 * 1152,), "uint8"),
+    source=source("table", 2, 64),
+    block_offset=0,
+)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
+        (
+            {"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)},
+            "no token stream",
+        ),
+        ({"q": shape((2, 1, 16, 576), "float32")}, "must be bfloat16, got float32"),
+        ({"kv_dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"row_width": 640}, "row_width 640"),
+        (
+            {"q": shape((2, 1, 16, 192), "bfloat16"), "row_width": 192, "v_width": 128},
+            "v_width must be 256 or 512, got 128",
+        ),
+        ({"q": shape((2, 100, 128, 576), "bfloat16")}, "needs 200 blocks a row, more than 132"),
+        ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
+    ],
+)
+def test_declines_with_the_reason(changes, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        mla_decode_mosaic(**{**GOOD, **OPTIONS, **changes})
+
+
+@pytest.mark.parametrize("field, value", [("blocks", 0), ("q_boxes_in_registers", 4)])
+def test_config_is_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
+        TuningConfig(**{field: value})
