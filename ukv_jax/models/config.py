@@ -91,15 +91,16 @@ class GDNConfig:
 
 @dataclass(frozen=True)
 class Mamba2Config:
-    """Mamba-2 (arXiv 2405.21060). in_multiplier scales the layer's input, `multipliers` the projected gate, x, B, C and
-    step size; norm_before_gate says where a gated norm stands if the layer has one."""
+    """Mamba-2 (arXiv 2405.21060). norm_before_gate says where a norm of the output stands (None: there is none).
+    in_multiplier scales the layer's input, `multipliers` the projected gate, x, B, C and step size."""
 
     num_heads: int
     head_dim: int
     state_size: int
     num_groups: int
     conv_kernel: int
-    norm_before_gate: bool = False
+    conv_bias: bool = True
+    norm_before_gate: bool | None = None
     in_multiplier: float = 1.0
     multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
@@ -134,6 +135,20 @@ class MoEConfig:
 
 
 @dataclass(frozen=True)
+class Multipliers:
+    """Constants that activations are scaled by: embeddings, logits, the gate and the result of a dense MLP, the input and
+    the result of attention beside a Mamba-2 layer, and that layer's result."""
+
+    embedding: float = 1.0
+    logits: float = 1.0
+    mlp_gate: float = 1.0
+    mlp_out: float = 1.0
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mamba_out: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """One decoder. `mixers[i]` and `mlps[i]` name the layer kinds of layer i (keys of decoder.MIXERS and MLPS)."""
 
@@ -157,6 +172,7 @@ class ModelConfig:
     gdn: GDNConfig | None = None
     mamba2: Mamba2Config | None = None
     moe: MoEConfig | None = None
+    multipliers: Multipliers = Multipliers()
     # Layers for multi-token prediction that the checkpoint holds after these; not loaded.
     mtp_layers: int = 0
     # Rows and columns that share a scale where the checkpoint's weights are fp8.
@@ -254,14 +270,15 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """Reads `directory`/config.json.
+    """Reads `directory`/config.json; the path of the file itself will do.
 
     Raises ValueError if the file is missing or malformed, if no family implements its model_type, or if a field
     asks for something that is not implemented (each is named).
     """
     from ukv_jax.models.families import FAMILIES
 
-    path = Path(directory) / "config.json"
+    path = Path(directory)
+    path = path if path.is_file() else path / "config.json"
     raw = read_json(path)
     model_type = raw.get("model_type")
     if model_type not in FAMILIES:

@@ -10,13 +10,20 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ukv_jax.cache import CacheSpec, HeadKV, LatentKV, StatePart
-from ukv_jax.models import gqa, kda, mla, moe
+from ukv_jax.models import gdn, gqa, kda, mamba2, mamba2_gqa, mla, moe
 from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.layers import rms_norm, swiglu
 
 Params = dict[str, Any]
 Mixer = Callable[[dict[str, Array], ModelConfig, int, Array, Any], tuple[Array, Any]]
-MIXERS: dict[str, Mixer] = {"mla": mla.apply, "gqa": gqa.apply, "swa": gqa.apply_window, "kda": kda.apply}
+MIXERS: dict[str, Mixer] = {
+    "mla": mla.apply,
+    "gqa": gqa.apply,
+    "swa": gqa.apply_window,
+    "kda": kda.apply,
+    "gdn": gdn.apply,
+    "mamba2_gqa": mamba2_gqa.apply,
+}
 
 
 def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
@@ -32,18 +39,20 @@ def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
         latent = LatentKV(layers, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
     kv = tuple(
         HeadKV(config.mixers.count(kind), c.num_kv_heads, c.head_dim, dtype, c.v_head_dim, c.window, name)
-        for kind, name, c in (("gqa", "full", config.gqa), ("swa", "swa", config.swa))
+        for kind, name, c in (
+            ("gqa", "full", config.gqa),
+            ("mamba2_gqa", "full", config.gqa),
+            ("swa", "swa", config.swa),
+        )
         if c is not None and kind in config.mixers
     )
     state: tuple[StatePart, ...] = ()
-    if "kda" in config.mixers:
-        k = config.kda
-        assert k is not None
-        layers = config.mixers.count("kda")
-        state = (
-            StatePart("conv", layers, k.conv_kernel - 1, (3 * k.channels,), dtype),
-            StatePart("recurrent", layers, k.num_heads, (k.head_dim, k.head_dim), "float32"),
-        )
+    if config.kda is not None:
+        state = kda.state_parts(config.kda, config.mixers.count("kda"), dtype)
+    if config.gdn is not None:
+        state = gdn.state_parts(config.gdn, config.mixers.count("gdn"), dtype)
+    if config.mamba2 is not None:
+        state = mamba2.state_parts(config.mamba2, config.mixers.count("mamba2_gqa"), dtype)
     return CacheSpec(latent, state, kv)
 
 
@@ -70,7 +79,8 @@ def forward(
     x = rms_norm(x, params["final_norm"], config.rms_norm_eps)
     head = params.get("lm_head", params["embed"])
     contract_hidden = (((x.ndim - 1,), (1,)), ((), ()))
-    return lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32), cache
+    logits = lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32)
+    return logits * config.multipliers.logits, cache
 
 
 def run_layers(
@@ -82,7 +92,8 @@ def run_layers(
 ) -> Iterator[tuple[Float[Array, "rows tokens hidden"], Any]]:
     """Hidden states and cache after the embedding and after each layer; arguments as in `forward`."""
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
-    x = params["embed"][jnp.where(valid, tokens, 0)]
+    scale = config.multipliers
+    x = params["embed"][jnp.where(valid, tokens, 0)] * scale.embedding
     yield x, cache
     for i, layer in enumerate(params["layers"]):
         h = rms_norm(x, layer["mixer_norm"], config.rms_norm_eps)
@@ -90,7 +101,7 @@ def run_layers(
         x = x + h
         h = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
         if config.mlps[i] == "dense":
-            h = swiglu(h, layer["mlp"]["gate_up"], layer["mlp"]["down"])
+            h = swiglu(h, layer["mlp"]["gate_up"], layer["mlp"]["down"], scale.mlp_gate) * scale.mlp_out
         else:
             assert config.moe is not None
             h = moe.apply(layer["mlp"], config.moe, h, valid, experts)

@@ -22,18 +22,19 @@ def rms_normalize(x: Float[Array, "*batch width"], eps: float) -> Float[Array, "
 def rms_norm(
     x: Float[Array, "*batch width"], weight: Float[Array, " width"], eps: float
 ) -> Float[Array, "*batch width"]:
-    """Root mean square norm: statistics in float32, weight applied in the dtype of x."""
-    return weight * rms_normalize(x, eps).astype(x.dtype)
+    """Root mean square norm: statistics in float32, weight applied in its own dtype, result in the dtype of x."""
+    return (weight * rms_normalize(x, eps).astype(weight.dtype)).astype(x.dtype)
 
 
 def swiglu(
     x: Float[Array, "*batch hidden"],
     gate_up: Float[Array, "2*width hidden"],
     down: Float[Array, "hidden width"],
+    gate_multiplier: float = 1.0,
 ) -> Float[Array, "*batch hidden"]:
-    """down(silu(gate(x)) * up(x)); gate and up stacked along the output axis."""
+    """down(silu(gate_multiplier * gate(x)) * up(x)); gate and up stacked along the output axis."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(silu_product(gate, up), down)
+    return linear(silu_product(gate * gate_multiplier, up), down)
 
 
 def silu_product(gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:

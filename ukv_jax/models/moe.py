@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, routed experts (experts.py) and shared experts."""
+"""Mixture of experts: routing, routed experts (experts.py) and shared experts, gated as a whole if there is a shared_gate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ukv_jax.models.config import MoEConfig
 from ukv_jax.models.experts import EXPERTS, Options, preferred
-from ukv_jax.models.layers import clamped_product, silu_product, swiglu
+from ukv_jax.models.layers import clamped_product, linear, silu_product, swiglu
 
 
 def route(
@@ -72,5 +72,8 @@ def apply(
     routed = EXPERTS[experts](flat, chosen, weights, gate_up, down, options)
     out = routed.reshape(x.shape)
     if config.num_shared_experts:
-        out = out + swiglu(x, params["shared_gate_up"], params["shared_down"])
+        shared = swiglu(x, params["shared_gate_up"], params["shared_down"])
+        if "shared_gate" in params:
+            shared = shared * jax.nn.sigmoid(linear(x, params["shared_gate"]))
+        out = out + shared
     return out

@@ -150,6 +150,7 @@ def read_rope(
     interleaved: bool = False,
     layer_type: str | None = None,
     default_theta: float = 10_000.0,
+    default_partial: float = 1.0,
     inert: Iterable[str] = (),
 ) -> RopeConfig:
     """Reads rope_theta, partial_rotary_factor and rope_scaling, or rope_parameters, which transformers 5 nests them in.
@@ -162,7 +163,9 @@ def read_rope(
     if layer_type is not None and section.get(layer_type) is not None:
         section = section.section(layer_type)
     theta = section.get("rope_theta", default=reader.get("rope_theta", default=default_theta))
-    partial = section.get("partial_rotary_factor", default=reader.get("partial_rotary_factor", default=1.0))
+    partial = section.get(
+        "partial_rotary_factor", default=reader.get("partial_rotary_factor", default=default_partial)
+    )
     section.inert(inert)
     scaling = _read_scaling(reader, section)
     section.finish()

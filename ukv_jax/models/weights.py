@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -37,8 +37,8 @@ class Place:
     """Where (a view of) a checkpoint tensor goes in the parameter tree.
 
     `path` leads to the parameter, `shape` is the parameter's whole shape, `start` the corner at which the view is
-    put; a parameter may be assembled from several tensors (stacked projections, experts). `view` must only reshape
-    and slice.
+    put; a parameter may be assembled from several tensors (stacked projections, experts). `view` reshapes and slices;
+    of small tensors it may make others (float32 values).
     """
 
     path: tuple[str | int, ...]
@@ -69,7 +69,7 @@ class Tensor:
     """One tensor of a checkpoint. float32: kept so whatever the model computes in. alias: another name in use.
 
     packed: the form in which the checkpoint may hold it instead; a checkpoint chooses for each tensor, by the dtype
-    of the first part.
+    of the first part. split: the tensors that a checkpoint without this one has instead.
     """
 
     name: str
@@ -78,6 +78,7 @@ class Tensor:
     float32: bool = False
     alias: str | None = None
     packed: Packed | None = None
+    split: tuple[Tensor, ...] = ()
 
 
 class CheckpointFiles:
@@ -168,9 +169,7 @@ def resolve(
     """
     names, problems, found = files.names, [], []
     left = set(names)
-    for t in tensors:
-        if t.name not in names and t.alias in names:
-            t = replace(t, name=t.alias)
+    for t in _as_stored(tensors, names):
         first = t.packed.parts[0] if t.packed else None
         if first is None or first.name not in names or files.describe(first.name)[0] != first.dtype:
             t = replace(t, packed=None)
@@ -192,6 +191,17 @@ def resolve(
             f"{files.directory}: the checkpoint does not fit its config: " + "; ".join(problems[:20]) + more
         )
     return found
+
+
+def _as_stored(tensors: Iterable[Tensor], names: set[str]) -> Iterator[Tensor]:
+    """The tensors with aliases for names and in pieces, where the checkpoint has those."""
+    for t in tensors:
+        if t.name not in names and t.alias in names:
+            yield replace(t, name=t.alias)
+        elif t.name not in names and any({part.name, part.alias} & names for part in t.split):
+            yield from _as_stored(t.split, names)
+        else:
+            yield t
 
 
 def _misfit(part: Part, files: CheckpointFiles) -> str | None:

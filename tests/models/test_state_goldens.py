@@ -1,0 +1,56 @@
+"""Qwen3.5 (GDN) and Falcon-H1 (Mamba-2) against transformers on tiny random checkpoints (tools/make_golden_qwen3_5.py and
+tools/make_golden_falcon_h1.py)."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+
+import numpy as np
+import pytest
+
+from tests.models import parity
+from tests.models.dense_cache import make_dense_cache
+from tests.models.pool_cache import make_pool_cache
+
+pytestmark = pytest.mark.filterwarnings("ignore:.* tensors model.visual.* not loaded")
+
+MODELS = ("qwen3_5", "qwen3_5_moe", "falcon_h1", "falcon_h1_norm")
+CACHES = {
+    "dense": make_dense_cache,
+    "static-table": partial(make_pool_cache, unified=False, delivery="table"),
+    "unified-table": partial(make_pool_cache, unified=True, delivery="table"),
+    "unified-stream": partial(make_pool_cache, unified=True, delivery="stream"),
+    "unified-virtual": partial(make_pool_cache, unified=True, delivery="virtual"),
+}
+# Pools with one model of each family, every delivery with one: the others differ in what lies outside the cache.
+RUNS = [
+    *((model, "dense") for model in MODELS),
+    *((model, kind) for model in ("qwen3_5", "falcon_h1") for kind in ("static-table", "unified-table")),
+    *(("qwen3_5", kind) for kind in ("unified-stream", "unified-virtual")),
+]
+run = cache(lambda model, kind: parity.run(model, CACHES[kind]))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_data_spans_pages_and_has_no_ties(model):
+    golden = parity.load_golden(model)
+    assert len(golden["ids"]) > 2 * 64
+    assert len(golden["greedy"]) == 64
+    assert golden["margin"] > 1e-3 > 1e-4 * np.abs(golden["greedy_logits"]).max()
+
+
+@pytest.mark.parametrize(("model", "kind"), RUNS)
+def test_logits_layers_and_tokens(model, kind):
+    golden, found = parity.load_golden(model), run(model, kind)
+    assert parity.relative(found.logits, golden["logits"]) <= 1e-4
+    for i, expected in enumerate(golden["hidden"]):
+        assert parity.relative(found.hidden[i][golden["positions"]], expected) <= 1e-4, f"layer {i}"
+    np.testing.assert_array_equal(found.greedy, golden["greedy"])
+    assert parity.relative(found.greedy_logits, golden["greedy_logits"]) <= 1e-4
+
+
+@pytest.mark.parametrize(("model", "kind"), [(m, c) for m, c in RUNS if c.startswith("unified")])
+def test_unified_pools_equal_the_static_one_bit_for_bit(model, kind):
+    found, expected = run(model, kind), run(model, "static-table")
+    for name in ("logits", "hidden", "greedy", "greedy_logits"):
+        assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
