@@ -1,10 +1,11 @@
 """Paged MLA decode for Hopper in Pallas Mosaic GPU: persistent blocks over a schedule that they find themselves.
 
 A block owns one tile of 64 query rows (the heads of s_q queries, padded) and a share of the batch's KV tiles of 64
-positions. Four warpgroups: one loads pages by TMA into a ring of two tiles and translates their ids, one computes scores
-and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So
-Q K^T of a tile runs beside P V of the one before. A row of the batch that lies inside one block is final; a row cut
-between blocks leaves f32 partials that `mosaic_merge` combines by log-sum-exp. docs/mla_decode.md derives the shape.
+positions. Four warpgroups: one translates page ids and loads pages by TMA, one computes scores and softmax and hands P and
+the rescale factors over through shared memory, two accumulate half of V's columns each. So Q K^T of a tile runs beside P V
+of the one before. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns behind V in a ring of
+three, where P takes their place. A row of the batch that lies inside one block is final; a row cut between blocks leaves
+f32 partials that `mosaic_merge` combines by log-sum-exp. docs/mla_decode.md derives the shape.
 """
 
 import math
@@ -25,9 +26,9 @@ from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
 
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
-SLOTS = 3  # KV tiles in flight, at most
+GROUP = 128  # columns of a box of V; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
+SLOTS = 3  # of the ring for the columns behind V, and for P
 _SMEM_BYTES = 224 << 10  # what the rings and q may take
-GROUP = 128  # columns of a load; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
 _SMS = 132
 _LOAD, _SCORES, _LEFT = 0, 1, 2  # roles of the warpgroups; the last one has V's right half
 _TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -111,9 +112,9 @@ def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
     if source.page_size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
-    if row_width != qk_width or row_width % 64 or row_width > 576 or row_width != v_width + 64:
+    if not row_width == qk_width == v_width + 64:
         raise NotImplementedError(
-            f"row_width must be qk_width, and v_width + 64, got row_width {row_width}, qk_width {qk_width}"
+            f"row_width and qk_width must be v_width + 64, got {row_width}, {qk_width} and v_width {v_width}"
         )
     if v_width not in (256, 512):
         raise NotImplementedError(f"v_width must be 256 or 512, got {v_width}")
@@ -203,6 +204,7 @@ def _decode(
             return (start == 0) & (stop == tiles), jnp.where(start == 0, groups + group, group)
 
         def block_of(b, column):
+            """Block of the pool that holds page `column` of row b; the padding page's for an id that names nothing."""
             if translate:
                 request = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1)
                 page = id_refs[0][request, column]
@@ -382,9 +384,7 @@ def _decode(
                     new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
                     decay = jnp.exp2((peak - new_peak) * to_log2)
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                    rest_smem[slot] = p.astype(
-                        jnp.bfloat16
-                    )  # over the columns of K that are no longer needed
+                    rest_smem[slot] = p.astype(jnp.bfloat16)  # those columns of K are no longer needed
                     factor_smem[slot] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_ready.at[slot])
@@ -433,7 +433,7 @@ def _decode(
                     out_ref[b * queries + q_tile * M + i, pl.ds(column, half)] = zeros
 
             for_empty_rows(share, empty)
-            plgpu.barrier_arrive(end_free)
+            plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
             def segment(b, start, stop, first_tile, tiles, n):
                 def one(_, carry):
@@ -442,7 +442,6 @@ def _decode(
                     plgpu.barrier_wait(p_ready.at[slot])
                     decay = plgpu.load(factor_smem.at[slot], layout=_ROWS)
                     accs = rescale(accs, decay)
-
                     boxes_here = [v_smem.at[v_box(n, first_box + c)] for c in range(half // GROUP)]
                     accs = add_products(accs, rest_smem.at[slot], boxes_here)
                     for c in range(half // GROUP):
@@ -504,7 +503,8 @@ def _decode(
             barrier(),
             barrier(num_arrivals=2),
         ],
-        # No reduction here crosses warps; the default scratch for those would not fit.
+        # No reduction here crosses warps; the default scratch for those would not fit. What threads write to shared memory
+        # others read behind a barrier of ours: Pallas need not add its own around every load and store.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),

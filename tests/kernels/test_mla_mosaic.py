@@ -26,7 +26,12 @@ def source(delivery, rows, page_size):
     return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
 
 
-def compiled(rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=1000, logit_cap=None):
+def compiled(
+    rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=1000, logit_cap=None, v_width=512
+):
+    row_width = v_width + 64
+    options = {**OPTIONS, "row_width": row_width, "v_width": v_width}
+
     def attention(q, pool, source, block_offset, q_start):
         return mla_decode(
             q,
@@ -36,13 +41,13 @@ def compiled(rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=100
             q_start=q_start,
             logit_cap=logit_cap,
             implementation="mosaic",
-            **OPTIONS,
+            **options,
         )
 
     return compile_for(
         attention,
-        shape((rows, s_q, heads, 576), "bfloat16"),
-        shape((pool_blocks * page_size * 1152,), "uint8"),
+        shape((rows, s_q, heads, row_width), "bfloat16"),
+        shape((pool_blocks * page_size * row_width * 2,), "uint8"),
         source(delivery, rows, page_size),
         int32(()),
         int32((rows,)) if s_q > 1 else None,
@@ -57,8 +62,9 @@ def compiled(rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=100
         (300, 16, {}),
         (5, 9, {"delivery": "virtual", "page_size": 8}),
         (4, 128, {"s_q": 8, "page_size": 128, "logit_cap": 30.0}),
+        (40, 32, {"v_width": 256}),
     ],
-    ids=["table", "virtual ids, pages of 8", "draft of 8, 16 query tiles"],
+    ids=["table", "virtual ids, pages of 8", "draft of 8, 16 query tiles", "half as wide"],
 )
 def test_fits_the_gpu(rows, heads, options):
     """Shared memory and registers in budget; two kernels, and no temporaries but the parts of cut rows."""
@@ -98,7 +104,7 @@ GOOD = dict(
         ),
         ({"q": shape((2, 1, 16, 576), "float32")}, "must be bfloat16, got float32"),
         ({"kv_dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
-        ({"row_width": 640}, "row_width 640"),
+        ({"row_width": 640}, "must be v_width \\+ 64, got 640, 576 and v_width 512"),
         (
             {"q": shape((2, 1, 16, 192), "bfloat16"), "row_width": 192, "v_width": 128},
             "v_width must be 256 or 512, got 128",
