@@ -1,5 +1,7 @@
 """What the demo is made of; the whole of it runs as `make demo`."""
 
+import ast
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -47,3 +49,16 @@ def test_picture(requests, tmp_path):
         )
     demo.draw(engines, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.slow
+def test_readme_loop_runs(monkeypatch, capsys):
+    """The loop printed in the README, as it stands there."""
+    root = Path(__file__).parent.parent
+    code = (root / "README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line and not line.startswith(("import", "from"))]) <= 20
+    monkeypatch.chdir(root)
+    exec(code, {})
+    texts = ast.literal_eval(capsys.readouterr().out)
+    assert len(texts) == 2
+    assert all(len(text) > 40 for text in texts)

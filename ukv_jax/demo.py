@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = Path(__file__).parent.parent / "checkpoints" / "kimi-linear-tiny"
 PAGE_SIZE = 16  # tokens
-MAX_REQUESTS = 24  # rows that may decode side by side
+MAX_REQUESTS = 32  # rows that may decode side by side; see Engine for why a multiple of 16
 SHORT, LONG = 44, 4  # requests of each kind
 LONG_PROMPT = 4400  # bytes of the shortest long prompt
 STATIC_REQUESTS = 14  # mean requests that the static split is sized for

@@ -231,7 +231,8 @@ class Engine:
 
     Args:
       model: weights and configuration.
-      layout: the pool; `layout.max_requests` rows decode side by side.
+      layout: the pool; `layout.max_requests` rows decode side by side. XLA's CPU compiler takes rows 16 at a time and
+        rounds those that are left over in another way: a multiple of 16 makes a request's bits independent of its row.
       max_new_tokens: most tokens that one request may make.
       prefill_lanes, prefill_chunk: requests and prompt tokens of one prefill dispatch.
       steps: decode steps of one dispatch, at most.
