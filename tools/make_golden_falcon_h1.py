@@ -60,7 +60,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def special(name: str, noise: torch.Tensor) -> torch.Tensor | None:
     if name.endswith("A_log"):
         return (noise - 1).clamp(max=2)
-    if name.endswith("dt_bias") or name.endswith("conv1d.bias"):
+    if name.endswith(("dt_bias", "conv1d.bias")):
         return 0.3 * noise
     if "norm" in name or name.endswith(".D"):
         return 1 + 0.2 * noise

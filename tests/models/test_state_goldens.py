@@ -49,6 +49,12 @@ def test_logits_layers_and_tokens(model, kind):
     assert parity.relative(found.greedy_logits, golden["greedy_logits"]) <= 1e-4
 
 
+@pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1"])
+def test_bfloat16_stays_near(model):
+    golden, found = parity.load_golden(model), parity.run(model, make_dense_cache, "bfloat16")
+    assert parity.relative(found.logits, golden["logits"]) <= 0.1
+
+
 @pytest.mark.parametrize(("model", "kind"), [(m, c) for m, c in RUNS if c.startswith("unified")])
 def test_unified_pools_equal_the_static_one_bit_for_bit(model, kind):
     found, expected = run(model, kind), run(model, "static-table")

@@ -57,6 +57,7 @@ def _read(top: ConfigReader, family: str) -> ModelConfig:
     moe = _moe(reader) if family == "qwen3_5_moe" else None
     reader.only("hidden_act", "silu")
     reader.only("mamba_ssm_dtype", "float32")
+    reader.only("mlp_only_layers", [])
     config = ModelConfig(
         family=family,
         vocab_size=reader.positive("vocab_size"),
@@ -118,7 +119,6 @@ def _moe(reader: ConfigReader) -> MoEConfig:
         )
     reader.only("norm_topk_prob", True)
     reader.only("decoder_sparse_step", 1)
-    reader.only("mlp_only_layers", [])
     reader.inert(("intermediate_size",))  # of dense layers, which there are none of
     moe = MoEConfig(
         num_experts=reader.positive("num_experts"),
