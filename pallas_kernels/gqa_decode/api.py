@@ -151,6 +151,8 @@ def _check(  # type: ignore[no-untyped-def]
     for size in sizes:
         block = source.page_size * size
         if buffer.shape[0] == 0 or buffer.shape[0] % block:
-            raise ValueError(f"buffer of {buffer.shape[0]} bytes is no whole number of blocks of {block} bytes")
+            raise ValueError(
+                f"buffer of {buffer.shape[0]} bytes is no whole number of blocks of {block} bytes"
+            )
         if buffer.shape[0] // size >= 2**31:
             raise ValueError(f"{buffer.shape[0] // size} rows of {size} bytes: row ids would not fit int32")

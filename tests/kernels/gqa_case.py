@@ -27,7 +27,9 @@ class Case:
     blocks_per_page: int
     num_pages: int
     offsets: tuple[int, int | None]  # of K and of V
-    options: dict  # kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window, sinks, logit_cap, relative_bias
+    options: (
+        dict  # kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window, sinks, logit_cap, relative_bias
+    )
 
     def source(self, delivery: str, extra_columns: int = 0) -> ReadSource:
         return deliver(

@@ -22,17 +22,13 @@ def implementation(request):
     return request.param
 
 
-@pytest.mark.parametrize(
-    "heads, kv_heads", [(1, 1), (4, 4), (6, 2), (16, 1), (5, 1)], ids=lambda n: str(n)
-)
+@pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 4), (6, 2), (16, 1), (5, 1)], ids=lambda n: str(n))
 def test_groups(implementation, heads, kv_heads):
     case = make_case(EDGES, heads=heads, kv_heads=kv_heads)
     case.check(*case.run(implementation))
 
 
-@pytest.mark.parametrize(
-    "head_dim, v_head_dim", [(96, 96), (512, 512), (192, 128), (80, 512)]
-)
+@pytest.mark.parametrize("head_dim, v_head_dim", [(96, 96), (512, 512), (192, 128), (80, 512)])
 def test_head_dims(implementation, head_dim, v_head_dim):
     case = make_case(EDGES, head_dim=head_dim, v_head_dim=v_head_dim)
     case.check(*case.run(implementation))
@@ -43,7 +39,9 @@ def test_k_then_v_rows_of_one_width(implementation):
     case.check(*case.run(implementation))
 
 
-@pytest.mark.parametrize("page_size, delivery", [(1, "table"), (1, "stream"), (1, "virtual"), (64, "virtual")])
+@pytest.mark.parametrize(
+    "page_size, delivery", [(1, "table"), (1, "stream"), (1, "virtual"), (64, "virtual")]
+)
 def test_page_sizes(implementation, page_size, delivery):
     case = make_case([0, 1, 63, 64, 65, 200], page_size=page_size)
     case.check(*case.run(implementation, delivery))
@@ -119,13 +117,17 @@ def test_relative_bias(implementation, extent, s_q):
     case.check(*case.run(implementation))
 
 
-@pytest.mark.parametrize("dtype, kv_dtype", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float16")])
+@pytest.mark.parametrize(
+    "dtype, kv_dtype", [("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float16")]
+)
 def test_dtypes(implementation, dtype, kv_dtype):
     case = make_case(EDGES, dtype=dtype, kv_dtype=kv_dtype)
     case.check(*case.run(implementation))
 
 
-@pytest.mark.parametrize("options", [{"v_head_dim": 128}, {"window": 20, "s_q": 3, "sinks": True}, {"kv_heads": 1}])
+@pytest.mark.parametrize(
+    "options", [{"v_head_dim": 128}, {"window": 20, "s_q": 3, "sinks": True}, {"kv_heads": 1}]
+)
 def test_float8_rows(implementation, options):
     case = make_case(EDGES, kv_dtype="float8_e4m3fn", **options)
     case.check(*case.run(implementation))
@@ -140,7 +142,9 @@ def test_place_of_pages_does_not_matter(implementation):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("delivery, kv_dtype", [("table", "float8_e4m3fn"), ("stream", "float32"), ("virtual", "float32")])
+@pytest.mark.parametrize(
+    "delivery, kv_dtype", [("table", "float8_e4m3fn"), ("stream", "float32"), ("virtual", "float32")]
+)
 def test_bad_ids_read_the_padding_page(implementation, delivery, kv_dtype):
     """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
     case = make_case([64, 64], kv_dtype=kv_dtype)

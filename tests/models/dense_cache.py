@@ -62,9 +62,7 @@ class DenseCache:
         rows = jnp.arange(new.shape[0])[:, None]
         return array.at[layer, rows, at].set(new.astype(array.dtype), mode="drop")
 
-    def gqa(
-        self, layer, q, k, v, *, pool="full", sm_scale, sinks=None, logit_cap=None, relative_bias=None
-    ):
+    def gqa(self, layer, q, k, v, *, pool="full", sm_scale, sinks=None, logit_cap=None, relative_bias=None):
         keys, values = (self._store(a, layer, x) for a, x in zip(self.kv[pool], (k, v), strict=True))
         window = next(kv.window for kv in self.spec.kv if kv.name == pool)
         rows, tokens, heads, _ = q.shape

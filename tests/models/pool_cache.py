@@ -75,7 +75,9 @@ def make_pool_cache(
     layout: PoolLayout
     if unified:
         limits.pop("max_requests")
-        layout = UnifiedLayout.from_tokens(specs, tokens=(rows + 2) * pages * page_size, requests=rows, **limits)
+        layout = UnifiedLayout.from_tokens(
+            specs, tokens=(rows + 2) * pages * page_size, requests=rows, **limits
+        )
     else:
         counts = {s.name: rows + 1 if isinstance(s, StateSpec) else rows * pages + 7 for s in specs}
         layout = StaticLayout.from_pages(specs, pages=counts, **limits)

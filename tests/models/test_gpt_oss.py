@@ -96,7 +96,13 @@ def test_the_published_20b_config(tmp_path):
     sizes = [x.size for x in jax.tree.leaves(abstract_params(config))]
     assert round(sum(sizes) / 1e9, 2) == 20.91  # what the model card says (arXiv 2508.10925, table 1)
     swa, full = sorted(pool_specs(cache_spec(config)), key=lambda spec: spec.window is None)
-    assert (full.name, full.num_layers, full.num_kv_heads, full.head_dim, full.window) == ("full", 12, 8, 64, None)
+    assert (full.name, full.num_layers, full.num_kv_heads, full.head_dim, full.window) == (
+        "full",
+        12,
+        8,
+        64,
+        None,
+    )
     assert (swa.name, swa.num_layers, swa.window) == ("swa", 12, 128)
 
 
@@ -140,7 +146,11 @@ def packed(tmp_path):
             blocks = rng.integers(0, 256, (3, outer, inner // 32, 16), np.uint8)
             scales = rng.integers(110, 135, (3, outer, inner // 32), np.uint8)
             expert = f"{at}.mlp.experts.{name}"
-            tensors |= {f"{expert}_blocks": blocks, f"{expert}_scales": scales, f"{expert}_bias": normal(3, outer)}
+            tensors |= {
+                f"{expert}_blocks": blocks,
+                f"{expert}_scales": scales,
+                f"{expert}_bias": normal(3, outer),
+            }
             values[expert] = np.zeros((3, inner, outer), np.float32)
             for e, o, g, byte in np.ndindex(blocks.shape):
                 for half, code in enumerate((blocks[e, o, g, byte] & 15, blocks[e, o, g, byte] >> 4)):
@@ -161,8 +171,12 @@ def test_mxfp4_blocks_and_scales(packed):
     at = "model.layers.1.mlp.experts"
     mlp = params["layers"][1]["mlp"]
     up = values[f"{at}.gate_up_proj"]
-    np.testing.assert_array_equal(mlp["experts_gate_up"].astype(np.float32)[:, :64], up[..., 0::2].swapaxes(1, 2))
-    np.testing.assert_array_equal(mlp["experts_gate_up"].astype(np.float32)[:, 64:], up[..., 1::2].swapaxes(1, 2))
+    np.testing.assert_array_equal(
+        mlp["experts_gate_up"].astype(np.float32)[:, :64], up[..., 0::2].swapaxes(1, 2)
+    )
+    np.testing.assert_array_equal(
+        mlp["experts_gate_up"].astype(np.float32)[:, 64:], up[..., 1::2].swapaxes(1, 2)
+    )
     np.testing.assert_array_equal(
         mlp["experts_down"].astype(np.float32), values[f"{at}.down_proj"].swapaxes(1, 2)
     )

@@ -67,9 +67,7 @@ def test_pools_see_what_plain_arrays_hold(kind):
     dtype, v_head_dim = KINDS[kind]
     spec = make_spec(dtype, v_head_dim)
     steps = inputs(spec)
-    plain = dataclasses.replace(
-        spec, kv=tuple(dataclasses.replace(kv, dtype="float32") for kv in spec.kv)
-    )
+    plain = dataclasses.replace(spec, kv=tuple(dataclasses.replace(kv, dtype="float32") for kv in spec.kv))
     expected, _ = run(make_dense_cache(plain, ROWS, 40), rounded(steps, dtype))
     found = [
         run(make_pool_cache(spec, ROWS, 40, unified=unified, page_size=PAGE), steps)
@@ -131,5 +129,7 @@ def test_errors_name_the_sub_pool():
     q, k = jnp.zeros((ROWS, 1, HEADS, 16)), jnp.zeros((ROWS, 1, 2, 16))
     with pytest.raises(ValueError, match=r"no KV sub-pool 'local'; this layout has \['full', 'swa'\]"):
         cache.gqa(0, q, k, k, pool="local", sm_scale=1.0)
-    with pytest.raises(ValueError, match=r"'swa' stores K and V of .* \[1, 32\] and \[1, 32\], got \[2, 16\]"):
+    with pytest.raises(
+        ValueError, match=r"'swa' stores K and V of .* \[1, 32\] and \[1, 32\], got \[2, 16\]"
+    ):
         cache.gqa(0, q, k, k, pool="swa", sm_scale=1.0)

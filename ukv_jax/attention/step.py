@@ -24,16 +24,19 @@ def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
     specs: list[Spec] = []
     if spec.latent is not None:
         latent = spec.latent
-        specs.append(
-            MLASpec(latent.num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, latent.dtype)
-        )
+        specs.append(MLASpec(latent.num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, latent.dtype))
     specs += [
         KVSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.v_head_dim, kv.dtype, kv.window, kv.name)
         for kv in spec.kv
     ]
     if spec.state:
         specs.append(
-            StateSpec(tuple(StatePart(p.name, p.num_layers, p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.state))
+            StateSpec(
+                tuple(
+                    StatePart(p.name, p.num_layers, p.blocks_per_layer, p.block_shape, p.dtype)
+                    for p in spec.state
+                )
+            )
         )
     return tuple(specs)
 

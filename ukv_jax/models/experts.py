@@ -36,12 +36,15 @@ class Options(NamedTuple):
         return _biased(out, self.down_bias, expert)
 
 
+PLAIN = Options()
+
+
 def _biased(x: Array, bias: Array | None, expert: Array) -> Array:
     return x if bias is None else x + bias[expert].astype(x.dtype)
 
 
 def ragged_dot(
-    x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array, options: Options = Options()
+    x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array, options: Options = PLAIN
 ) -> Array:
     """`jax.lax.ragged_dot` over (token, choice) pairs sorted by expert. For CPU; XLA for GPU multiplies every token
     with every expert instead."""
@@ -58,7 +61,7 @@ def ragged_dot(
 
 
 def grouped(
-    x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array, options: Options = Options()
+    x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array, options: Options = PLAIN
 ) -> Array:
     """`pallas_kernels.grouped_matmul` over (token, choice) pairs, every expert's padded to whole tiles. For GPU; reads
     each chosen expert once for every tile of its rows."""
@@ -72,7 +75,7 @@ def grouped(
 
 
 def gather(
-    x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array, options: Options = Options()
+    x: Array, chosen: Array, weights: Array, gate_up: Array, down: Array, options: Options = PLAIN
 ) -> Array:
     """Multiplies and sums each token with the rows of its own experts, read where they lie. For a few tokens on a
     GPU: XLA fuses the gather into the sum, and an expert that n tokens want is read n times."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from ukv_jax.models.config import GQAConfig, ModelConfig

@@ -108,7 +108,10 @@ def _experts(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
         rest = (0,) * (len(shape) - 2)
         return tuple(
             Place(
-                (*path, parameter), shape, (0, odd * size, *rest), lambda x, odd=odd: x[..., odd::2].transpose(axes)
+                (*path, parameter),
+                shape,
+                (0, odd * size, *rest),
+                lambda x, odd=odd: x[..., odd::2].transpose(axes),
             )
             for odd in (0, 1)
         )
@@ -132,11 +135,7 @@ def _experts(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
             Tensor(
                 f"{experts}.down_proj",
                 (count, size, hidden),
-                (
-                    Place(
-                        (*path, "experts_down"), (count, hidden, size), view=lambda x: x.transpose(0, 2, 1)
-                    ),
-                ),
+                (Place((*path, "experts_down"), (count, hidden, size), view=lambda x: x.transpose(0, 2, 1)),),
             )
         ),
         whole(f"{experts}.down_proj_bias", (*path, "experts_down_bias"), (count, hidden)),
