@@ -186,7 +186,15 @@ def test_named_kernel_does_not_fall_back(capsys, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "text, value", [("300000", 300000), ("2K", 2048), ("1.5M", 3 << 19), ("20GiB", 20 << 30), ("7 b", 7)]
+    "text, value",
+    [
+        ("300000", 300000),
+        ("2K", 2048),
+        ("1.5M", 3 << 19),
+        ("20GiB", 20 << 30),
+        ("7 b", 7),
+        ("1.5GB", 1_500_000_000),
+    ],
 )
 def test_size(text, value):
     assert size(text) == value

@@ -349,14 +349,20 @@ def _parser() -> argparse.ArgumentParser:
 
     p = command("plan", plan, "What a pool of a given size holds for a model, from its config.json alone.")
     p.add_argument("--model", required=True, metavar="DIR_OR_CONFIG")
-    p.add_argument("--bytes", required=True, type=size, metavar="SIZE", help="such as 100GB (10^9) or 100G (2^30)")
+    p.add_argument(
+        "--bytes", required=True, type=size, metavar="SIZE", help="such as 100GB (10^9) or 100G (2^30)"
+    )
     p.add_argument("--page-size", type=int, default=64, help="tokens a page (64)")
     p.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and cache (the checkpoint's)"
     )
     p.add_argument("--short", type=int, default=1024, metavar="TOKENS", help="of a short request (1024)")
     p.add_argument(
-        "--long", type=int, default=65536, metavar="TOKENS", help="of a long one (65536, or the model's maximum)"
+        "--long",
+        type=int,
+        default=65536,
+        metavar="TOKENS",
+        help="of a long one (65536, or the model's maximum)",
     )
     p.add_argument("--json", action="store_true", help="one JSON object on stdout")
 

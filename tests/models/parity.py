@@ -43,14 +43,11 @@ def run(name: str, make_cache, dtype: str = "float32") -> Run:
     cache = make_cache(cache_spec(config, dtype), 2, len(ids) + steps)
 
     @jax.jit
-    def layers(params, tokens, cache, new_len):
-        outputs = list(run_layers(params, config, tokens, cache.begin(tokens.shape[1], new_len)))
-        return jnp.stack([x[1] for x, _ in outputs])
-
-    @jax.jit
     def chunk(params, tokens, cache, new_len):
-        logits, cache = forward(params, config, tokens, cache.begin(tokens.shape[1], new_len))
-        return logits[1], cache.end()
+        cache = cache.begin(tokens.shape[1], new_len)
+        outputs = [x[1] for x, _ in run_layers(params, config, tokens, cache)]
+        logits, cache = forward(params, config, tokens, cache)  # the same computation: compiled once
+        return logits[1], jnp.stack(outputs), cache.end()
 
     @jax.jit
     def decode(params, first, cache):
@@ -69,10 +66,9 @@ def run(name: str, make_cache, dtype: str = "float32") -> Run:
         part = ids[at : at + CHUNK]
         tokens = np.full((2, CHUNK), -7, np.int32)
         tokens[1, : len(part)] = part
-        new_len = live * len(part)
-        hidden.append(np.asarray(layers(params, tokens, cache, new_len))[:, : len(part)])
-        out, cache = chunk(params, tokens, cache, new_len)
+        out, outputs, cache = chunk(params, tokens, cache, live * len(part))
         logits.append(np.asarray(out[: len(part)]))
+        hidden.append(np.asarray(outputs[:, : len(part)]))
     logits = np.concatenate(logits)
     greedy, greedy_logits = decode(params, jnp.asarray(logits[-1]), cache)
     return Run(logits, np.concatenate(hidden, axis=1), np.asarray(greedy), np.asarray(greedy_logits))

@@ -1,0 +1,133 @@
+"""Planning a pool from a config.json: published models, the pool's own admission, the command."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.models.test_deepseek_loading import V3
+from tests.models.test_loading import KIMI_48B
+from ukv_jax import plan, pool, requests
+from ukv_jax.cli import main
+from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
+
+HUNDRED_GB = 100 * 10**9
+HYBRID = (
+    MLASpec(2, 12, 4, "bfloat16"),
+    StateSpec((StatePart("conv", 2, 3, (40,), "bfloat16"), StatePart("recurrent", 2, 2, (8, 8), "float32"))),
+)
+
+
+def write(tmp_path, config):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    return path
+
+
+def test_kimi_linear_48b(tmp_path):
+    p = plan.plan(write(tmp_path, KIMI_48B), HUNDRED_GB)
+    state, full = p.subpools
+    assert (full.bytes_per_token, full.page_bytes) == (7 * 576 * 2, 64 * 7 * 576 * 2)
+    assert state.bytes_per_request == p.reserved_bytes == p.one_page_bytes == 43_450_368
+    assert 0 <= HUNDRED_GB - p.total_bytes < 1 << 20
+    # A short request takes a slot and 16 pages, a long one a slot and 1024; neither is bounded by anything else.
+    for name, pages in {"short": 16, "long": 1024}.items():
+        per_request = state.page_bytes + pages * full.page_bytes
+        room = p.total_bytes - p.reserved_bytes
+        assert p.traffic[name].unified.requests in (room // per_request, room // per_request - 1)
+    # With one page size, 84 blocks of 64 tokens share a page as large as a slot.
+    pages = HUNDRED_GB // 43_450_368 - 1
+    assert p.traffic["short"].one_page_size.requests == pages // 2
+    assert p.traffic["long"].one_page_size.requests == pages // (1 + -(-1024 // 84))
+    for t in p.traffic.values():
+        assert t.unified.requests >= max(t.static.requests, t.one_page_size.requests)
+
+
+def test_deepseek_v3_needs_no_split(tmp_path):
+    p = plan.plan(write(tmp_path, V3), HUNDRED_GB)
+    assert [s.bytes_per_token for s in p.subpools] == [61 * 576 * 2]
+    assert round(p.parameters / 1e9) == 671
+    expected = HUNDRED_GB // (64 * 61 * 1152) - 1
+    for name, pages in {"short": 16, "long": 1024}.items():
+        t = p.traffic[name]
+        assert t.unified.requests == t.one_page_size.requests == expected // pages
+        assert t.static.requests in (expected // pages, expected // pages - 1)
+
+
+@pytest.mark.parametrize("config", [KIMI_48B, V3], ids=["kimi_linear", "deepseek_v3"])
+@pytest.mark.parametrize("gigabytes", [20, 100, 141])
+def test_unified_holds_what_static_holds_of_its_own_mix(tmp_path, config, gigabytes):
+    """Less the reserved bottom and one page of each sub-pool."""
+    p = plan.plan(write(tmp_path, config), gigabytes * 10**9)
+    lost = p.reserved_bytes + sum(s.page_bytes for s in p.subpools)
+    full = p.subpools[-1]
+    t = p.traffic["mixed"]
+    assert t.unified.tokens >= t.static.tokens - lost / full.bytes_per_token
+
+
+@pytest.mark.parametrize("kind", ["unified", "static"])
+def test_the_pool_admits_what_the_plan_says(kind):
+    """All that fit are granted pages in one call, and the next request is refused."""
+    total, sizes = 60_000, dict(page_size=4, max_tokens=48)
+    layout, traffic = plan.compare(HYBRID, total, page_size=4, short=5, long=48)
+    found = traffic["mixed"]
+    count = getattr(found, kind).requests
+    rows = count + 1
+    if kind == "unified":
+        layout = UnifiedLayout.from_bytes(HYBRID, total_bytes=total, max_requests=rows, **sizes)
+    else:
+        means = plan._means(layout, found.lengths)
+        layout = StaticLayout.from_bytes(HYBRID, total_bytes=total, max_requests=rows, **means, **sizes)
+    lengths = jnp.asarray([found.lengths[i % len(found.lengths)] for i in range(rows)], jnp.int32)
+    reserve = jax.jit(partial(requests.reserve, pages_per_row=layout.max_pages))
+    _, got = reserve(pool.init(layout), jnp.arange(rows, dtype=jnp.int32), lengths)
+    assert count > 10
+    assert got.granted.tolist() == [True] * count + [False]
+
+
+@pytest.mark.parametrize("window", [1, 7, 8, 9])
+@pytest.mark.parametrize("page_size", [1, 4, 8])
+def test_pages_of_a_sliding_window(window, page_size):
+    """As many as its positions touch where they touch most."""
+    specs = (KVSpec(1, 1, 8), KVSpec(1, 1, 8, window=window, name="swa"))
+    layout = UnifiedLayout.from_bytes(
+        specs, total_bytes=1 << 20, page_size=page_size, max_requests=4, max_tokens=64
+    )
+    touched = [len({p // page_size for p in range(max(0, n - window), n)}) for n in range(1, 65)]
+    assert plan._needs(layout, 64)["swa"] == max(touched)
+    assert plan._needs(layout, 1) == {"swa": 1, "full": 1}
+
+
+def test_the_command(tmp_path, capsys):
+    path = str(write(tmp_path, KIMI_48B))
+    common = ("plan", "--model", path, "--bytes", "100GB", "--compile-cache", "off")
+    assert main([*common, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    expected = plan.plan(path, HUNDRED_GB).traffic["mixed"]
+    assert found["traffic"]["mixed"]["unified"] == vars(expected.unified)
+    assert main(common) == 0
+    text = capsys.readouterr().out
+    assert "kimi_linear: 49.1 billion parameters, 98.3 GB in bfloat16" in text
+    assert f"{expected.unified.requests:,} ({expected.unified.tokens:,} tokens)" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--bytes", "100MB"), "cannot hold one request of 65536 tokens"),
+        (("--bytes", "700MB"), "a static split of 700000000 bytes"),
+        (("--bytes", "100GB", "--short", "70000"), "short requests of 70000 tokens and long ones of 65536"),
+        (("--bytes", "many"), "'many' is no size"),
+    ],
+)
+def test_bad_input(tmp_path, capsys, options, message):
+    try:
+        code = main(["plan", "--model", str(write(tmp_path, KIMI_48B)), "--compile-cache", "off", *options])
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
+    assert message in capsys.readouterr().err
