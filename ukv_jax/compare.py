@@ -32,7 +32,7 @@ class Comparison:
 
 @lru_cache
 def _chunk_logits(
-    config, experts: str, chunk: int, delivery: Delivery, implementation: str | None
+    config, experts: str | None, chunk: int, delivery: Delivery, implementation: str | None
 ) -> Callable[..., tuple[pool.PoolState, jax.Array, jax.Array]]:
     def run(params, state, rows, tokens, new_len):
         target = jnp.where(new_len > 0, state.requests.seq_len[jnp.maximum(rows, 0)] + new_len, 0)

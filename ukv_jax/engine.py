@@ -39,17 +39,18 @@ FINISH = {loop.STOPPED: "stop", loop.LENGTH: "length"}
 class Model:
     """Weights, configuration and tokenizer (None: prompts are token ids and results have no text).
 
-    dtype: what the model computes in and caches KV in. experts: implementation of the routed experts (`models.moe`).
+    dtype: what the model computes in and caches KV in. experts: implementation of the routed
+    experts (`models.experts`; None: the one preferred on the device).
     """
 
     params: decoder.Params
     config: ModelConfig
     tokenizer: Tokenizer | None = None
     dtype: str = "bfloat16"
-    experts: str = "ragged_dot"
+    experts: str | None = None
 
     @classmethod
-    def load(cls, directory: str | Path, *, dtype: str | None = None, experts: str = "ragged_dot") -> "Model":
+    def load(cls, directory: str | Path, *, dtype: str | None = None, experts: str | None = None) -> "Model":
         """Reads a Hugging Face checkpoint directory; raises ValueError as `models.weights.load_model` does."""
         params, config = load_model(directory, dtype=dtype)
         return cls(params, config, load_tokenizer(directory), dtype or config.dtype, experts)
@@ -90,7 +91,7 @@ def cache_specs(config: ModelConfig, dtype: str) -> tuple[Spec, ...]:
 
 
 @lru_cache
-def _forward(config: ModelConfig, experts: str) -> loop.Forward:
+def _forward(config: ModelConfig, experts: str | None) -> loop.Forward:
     def forward(params, tokens, cache):
         return decoder.forward(params, config, tokens, cache, last_only=True, experts=experts)
 
