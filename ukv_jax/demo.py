@@ -140,7 +140,7 @@ def run(checkpoint: Path, picture: Path, console: Console) -> dict[str, object]:
 
 def _print_texts(model: Model, requests: list[Request], results: list[Result], console: Console) -> None:
     longest = max(range(len(requests)), key=lambda i: len(requests[i].prompt))
-    for i in (4, 12, 23, longest):
+    for i in (5, 12, 23, longest):
         prompt = model.decode(requests[i].prompt) or ""
         shown = prompt if len(prompt) < 160 else f"[... {len(prompt) - 100} characters ...]{prompt[-100:]}"
         how = "greedy" if requests[i].sampling.temperature == 0 else "sampled"
