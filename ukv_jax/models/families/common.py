@@ -30,6 +30,15 @@ def read_mla(reader: ConfigReader, rope: RopeConfig | None = None) -> MLAConfig:
     return mla
 
 
+def check_heads(reader: ConfigReader, config: GQAConfig) -> GQAConfig:
+    """Raises ValueError if query heads do not divide evenly among the KV heads."""
+    if config.num_heads % config.num_kv_heads:
+        raise reader.fail(
+            f"num_key_value_heads {config.num_kv_heads} does not divide num_attention_heads {config.num_heads}"
+        )
+    return config
+
+
 def check_groups(reader: ConfigReader, moe: MoEConfig) -> MoEConfig:
     """Raises ValueError if the expert groups do not work out."""
     per_group, rest = divmod(moe.num_experts, moe.num_groups)

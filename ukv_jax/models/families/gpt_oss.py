@@ -6,8 +6,10 @@ transformers (5.24, models/gpt_oss) saves them in the dtype it computes in.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ukv_jax.models.config import ConfigReader, GQAConfig, ModelConfig, MoEConfig, read_dtype, token_ids
-from ukv_jax.models.families.common import Path, check_groups, ends, gqa, norms, whole
+from ukv_jax.models.families.common import Path, check_groups, check_heads, ends, gqa, norms, whole
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.quantization import check_mxfp4, mxfp4
 from ukv_jax.models.rope import read_rope
@@ -20,17 +22,15 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     """Maps config.json; raises ValueError for what the layer kinds here don't compute."""
     layers = reader.positive("num_hidden_layers")
     head_dim = reader.positive("head_dim")
-    attention = dict(
-        num_heads=reader.positive("num_attention_heads"),
-        num_kv_heads=reader.positive("num_key_value_heads"),
-        head_dim=head_dim,
-        rope=read_rope(reader, head_dim, default_theta=150_000.0),
+    full = check_heads(
+        reader,
+        GQAConfig(
+            num_heads=reader.positive("num_attention_heads"),
+            num_kv_heads=reader.positive("num_key_value_heads"),
+            head_dim=head_dim,
+            rope=read_rope(reader, head_dim, default_theta=150_000.0),
+        ),
     )
-    if attention["num_heads"] % attention["num_kv_heads"]:
-        raise reader.fail(
-            f"num_key_value_heads {attention['num_kv_heads']} does not divide num_attention_heads "
-            f"{attention['num_heads']}"
-        )
     in_turn = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
     types = reader.get("layer_types", default=in_turn)
     unknown = sorted(set(types) - set(MIXER_OF_LAYER_TYPE))
@@ -75,8 +75,8 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         bos_token_id=reader.get("bos_token_id"),
         pad_token_id=reader.get("pad_token_id"),
         tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
-        gqa=GQAConfig(**attention),
-        swa=GQAConfig(**attention, window=reader.positive("sliding_window")),
+        gqa=full,
+        swa=replace(full, window=reader.positive("sliding_window")),
         moe=check_groups(reader, moe),
     )
 
@@ -106,15 +106,12 @@ def _experts(config: ModelConfig, name: str, path: Path) -> list[Tensor]:
     def halves(parameter: str, shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[Place, ...]:
         """Even columns (gate), then odd ones (up), with axes reordered so that theirs is the second."""
         rest = (0,) * (len(shape) - 2)
-        return tuple(
-            Place(
-                (*path, parameter),
-                shape,
-                (0, odd * size, *rest),
-                lambda x, odd=odd: x[..., odd::2].transpose(axes),
-            )
-            for odd in (0, 1)
-        )
+
+        def half(odd: int) -> Place:
+            start = (0, odd * size, *rest)
+            return Place((*path, parameter), shape, start, lambda x: x[..., odd::2].transpose(axes))
+
+        return half(0), half(1)
 
     return [
         whole(f"{name}.router.weight", (*path, "router"), (count, hidden), float32=True),
