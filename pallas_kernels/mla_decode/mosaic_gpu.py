@@ -315,20 +315,8 @@ def _decode(
         def scores():
             plgpu.set_max_registers(168, action="increase")
             share = get_share()
-            if not leads_by_row:
-                write_lead_of_group(share)
-
-            def empty(b):
-                store_rows(lse_ref, full((M,), jnp.inf, _ROWS), b * queries + q_tile * M, live_rows)
-                if leads_by_row:
-                    write_lead(b, jnp.int32(-1), group)
-
-            for_empty_rows(share, empty)
 
             def segment(b, start, stop, first_tile, tiles, n):
-                if leads_by_row:
-                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
-                    pl.when(start == 0)(lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last))
                 kv_first, kv_stop = visible(b)
                 q_position = (range_refs[1][b] - s_q) if q_start is None else range_refs[2][b]
                 q_slot = lax.rem(n, SLOTS)
@@ -424,18 +412,31 @@ def _decode(
             plgpu.set_max_registers(160, action="increase")
             share = get_share()
 
+            # These warpgroups have time at the start, the scores have none.
+            if not leads_by_row:
+                write_lead_of_group(share)
+
             def empty(b):
+                if leads_by_row:
+                    write_lead(b, jnp.int32(-1), group)
+
                 @pl.loop(0, live_rows + jnp.minimum(share.size, 0))  # not unrolled, see `clear`; size >= 1
                 def line(i):
                     zeros = plgpu.layout_cast(
                         jnp.zeros((half,), jnp.bfloat16), plgpu.Layout.WG_STRIDED((half,), half // 128)
                     )
-                    out_ref[b * queries + q_tile * M + i, pl.ds(column, half)] = zeros
+                    line_of_out = b * queries + q_tile * M + i
+                    out_ref[line_of_out, pl.ds(column, half)] = zeros
+                    lse_ref[line_of_out] = jnp.float32(jnp.inf)
 
             for_empty_rows(share, empty)
             plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
             def segment(b, start, stop, first_tile, tiles, n):
+                if leads_by_row:
+                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
+                    pl.when(start == 0)(lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last))
+
                 def one(_, carry):
                     *accs, n = carry
                     slot = lax.rem(n, SLOTS)
