@@ -231,9 +231,9 @@ class Contents:
     def follow(self, state: PoolState) -> PoolState:
         """Forgets pages that died and fills those that came to life; a new state slot must read as zero."""
         live = {
-            (s.name, int(v)): int(p.v2p[v])
-            for s, p in zip(self.layout.subpools, state.subpools)
-            for v in np.flatnonzero(np.asarray(p.refs))
+            (s.name, v): physical
+            for s in self.layout.subpools
+            for v, physical in placed(state, s.name).items()
         }
         self.written = {key: value for key, value in self.written.items() if key in live}
         new = live.keys() - self.written.keys()
