@@ -11,6 +11,9 @@ import pytest
 from tests.models import parity
 from tests.models.dense_cache import make_dense_cache
 from tests.models.pool_cache import make_pool_cache
+from ukv_jax.engine import Engine, Model, Sampling
+from ukv_jax.layout import UnifiedLayout
+from ukv_jax.verify import check
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* tensors model.visual.* not loaded")
 
@@ -60,3 +63,20 @@ def test_unified_pools_equal_the_static_one_bit_for_bit(model, kind):
     found, expected = run(model, kind), run(model, "static-table")
     for name in ("logits", "hidden", "greedy", "greedy_logits"):
         assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+
+
+@pytest.mark.parametrize("model", ["qwen3_5", "falcon_h1"])
+def test_the_engine_writes_the_golden_tokens_from_a_crowded_pool(model):
+    """Room for one request of full length and a half: others wait, stall and are sent back beside the golden one."""
+    golden = parity.load_golden(model)
+    ids, steps = golden["ids"].tolist(), len(golden["greedy"])
+    loaded = Model.load(parity.GOLDEN / model, dtype="float32")
+    layout = UnifiedLayout.from_tokens(loaded.specs, tokens=320, requests=3, page_size=16, max_tokens=224)
+    engine = Engine(loaded, layout, max_new_tokens=steps, steps=16, prefill_lanes=2)
+    engine.compile({"xla_backend_optimization_level": "0"})
+    results = engine.generate([ids[:40], ids, ids[:99], ids], Sampling(steps, ignore_eos=True))
+    assert [r.error for r in results] == [None] * 4
+    assert sum(r.stalls + r.retractions for r in results) > 0
+    assert results[1].tokens == results[3].tokens == golden["greedy"].tolist()
+    assert int(engine.state.counters.faults) == 0
+    check(engine.state)

@@ -102,7 +102,7 @@ class Mamba2Config:
     conv_bias: bool = True
     norm_before_gate: bool | None = None
     in_multiplier: float = 1.0
-    multipliers: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    multipliers: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @property
     def channels(self) -> int:
