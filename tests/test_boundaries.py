@@ -22,7 +22,7 @@ STOREYS = [
     ["models", "sampling"],
     ["loop"],
     ["engine"],
-    ["demo", "compare"],
+    ["demo", "compare", "plan"],
     ["cli"],
     ["__main__", "__init__"],
 ]
