@@ -1,5 +1,5 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
-.PHONY: help venv demo test lint types deviceless notebook newest format
+.PHONY: help venv demo test gpu lint types deviceless notebook newest format
 
 PYTHON_BIN := .venv/bin/python
 # Without the CUDA libraries the plugin wheels can compile, not run.
@@ -13,6 +13,7 @@ help:
 	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
 	@echo "make test        the fast test suite (no GPU needed)"
 	@echo "make deviceless  compile the kernels and steps for GPUs that need not be here"
+	@echo "make gpu         the suites and benchmarks that need a GPU, with the python3 of a CUDA jaxlib"
 	@echo "make lint types notebook newest"
 
 venv:
@@ -42,6 +43,13 @@ deviceless: venv
 
 notebook: venv
 	JAX_PLATFORMS=cpu .venv/bin/jupyter-execute notebooks/*.ipynb
+
+# Runs in the environment at hand, which has a CUDA jaxlib: results go to bench/results beside the committed ones.
+gpu:
+	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -m gpu
+	for name in index move mla mla_prefill experts; do \
+		python3 -m bench $$name --json bench/results/$$name.json || exit 1; \
+	done
 
 newest: venv
 	@tools/bootstrap.sh .cache/newest newest
