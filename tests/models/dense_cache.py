@@ -63,10 +63,12 @@ class DenseCache:
         return array.at[layer, rows, at].set(new.astype(array.dtype), mode="drop")
 
     def gqa(self, layer, q, k, v, *, pool="full", sm_scale, sinks=None, logit_cap=None, relative_bias=None):
-        keys, values = (self._store(a, layer, x) for a, x in zip(self.kv[pool], (k, v), strict=True))
+        keys, values = self.kv[pool]
+        if k is not None:
+            keys, values = self._store(keys, layer, k), self._store(values, layer, v)
         window = next(kv.window for kv in self.spec.kv if kv.name == pool)
         rows, tokens, heads, _ = q.shape
-        kv_heads, max_len = k.shape[2], keys.shape[2]
+        max_len, kv_heads = keys.shape[2:4]
         high = lax.Precision.HIGHEST
         grouped = q.astype(jnp.float32).reshape(rows, tokens, kv_heads, -1, q.shape[3])
         scores = jnp.einsum("rtkgd,rskd->rtkgs", grouped, keys[layer].astype(jnp.float32), precision=high)

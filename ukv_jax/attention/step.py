@@ -81,8 +81,8 @@ class PoolStep:
         self,
         layer: int,
         q: Array,
-        k: Array,
-        v: Array,
+        k: Array | None,
+        v: Array | None,
         *,
         pool: str = "full",
         sm_scale: float,
@@ -92,12 +92,16 @@ class PoolStep:
     ) -> tuple[Array, "PoolStep"]:
         """Stores k and v of the new tokens at cache-layer `layer` of sub-pool `pool`, then attends within its window.
 
+        Without k and v it reads what another layer has stored there in this step.
+
         Shapes as in `attention.gqa`; options as in `pallas_kernels.gqa_decode.gqa_decode`.
         """
         if pool not in self.sources:
             raise ValueError(f"no KV sub-pool {pool!r}; this layout has {sorted(self.sources)}")
         subpool = self.layout[pool]
-        buffer = gqa.write(subpool, self.buffer, layer, self.write_locs[pool], k, v)
+        buffer = self.buffer
+        if k is not None and v is not None:
+            buffer = gqa.write(subpool, buffer, layer, self.write_locs[pool], k, v)
         out, _ = gqa.attend(
             subpool,
             buffer,

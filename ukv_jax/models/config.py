@@ -44,7 +44,8 @@ class GQAConfig:
     """Grouped-query attention; num_kv_heads divides num_heads.
 
     sm_scale: what scores are multiplied by (default 1 / sqrt(head_dim)). window: positions that a query sees, its own
-    included (None: all). logit_cap: scores become logit_cap * tanh(scores / logit_cap).
+    included (None: all). logit_cap: scores become logit_cap * tanh(scores / logit_cap). v_norm: values are normalised,
+    without a weight. k_is_v: keys before their norm and rotation are the values.
     """
 
     num_heads: int
@@ -55,6 +56,8 @@ class GQAConfig:
     sm_scale: float | None = None
     window: int | None = None
     logit_cap: float | None = None
+    v_norm: bool = False
+    k_is_v: bool = False
 
     @property
     def scale(self) -> float:
@@ -173,6 +176,15 @@ class ModelConfig:
     mamba2: Mamba2Config | None = None
     moe: MoEConfig | None = None
     multipliers: Multipliers = Multipliers()
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of dense MLPs
+    final_logit_cap: float | None = None  # logits become cap * tanh(logits / cap)
+    # The last layers that have no keys and values of their own: each reads those of the last earlier layer of its kind.
+    # Their dense MLPs are shared_mlp_factor times as wide.
+    kv_shared_layers: int = 0
+    shared_mlp_factor: int = 1
+    # Width of what each layer gets of a token besides the hidden state, and rows of the table it comes from (0: none).
+    per_layer_width: int = 0
+    per_layer_vocab: int = 0
     # Layers for multi-token prediction that the checkpoint holds after these; not loaded.
     mtp_layers: int = 0
     # Rows and columns that share a scale where the checkpoint's weights are fp8.
@@ -184,7 +196,12 @@ class ModelConfig:
 
     def cache_layer(self, layer: int) -> int:
         """Index of `layer` among the layers of its own mixer kind: the layer index that a cache is asked with."""
-        return self.mixers[:layer].count(self.mixers[layer])
+        kind = self.mixers[layer]
+        return min(self.mixers[:layer].count(kind), self.cache_layers(kind) - 1)
+
+    def cache_layers(self, kind: str) -> int:
+        """Layers of a mixer kind that have something of their own in the cache."""
+        return self.mixers[: self.num_layers - self.kv_shared_layers].count(kind)
 
 
 class ConfigReader:

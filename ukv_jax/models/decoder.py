@@ -10,9 +10,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ukv_jax.cache import CacheSpec, HeadKV, LatentKV, StatePart
-from ukv_jax.models import gdn, gqa, kda, mamba2, mamba2_gqa, mla, moe
+from ukv_jax.models import gdn, gqa, kda, mamba2, mamba2_gqa, mla, moe, per_layer
 from ukv_jax.models.config import ModelConfig
-from ukv_jax.models.layers import rms_norm, swiglu
+from ukv_jax.models.layers import gated_mlp, rms_norm
 
 Params = dict[str, Any]
 Mixer = Callable[[dict[str, Array], ModelConfig, int, Array, Any], tuple[Array, Any]]
@@ -38,7 +38,7 @@ def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
         layers = config.mixers.count("mla")
         latent = LatentKV(layers, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
     kv = tuple(
-        HeadKV(config.mixers.count(kind), c.num_kv_heads, c.head_dim, dtype, c.v_head_dim, c.window, name)
+        HeadKV(config.cache_layers(kind), c.num_kv_heads, c.head_dim, dtype, c.v_head_dim, c.window, name)
         for kind, name, c in (
             ("gqa", "full", config.gqa),
             ("mamba2_gqa", "full", config.gqa),
@@ -80,7 +80,10 @@ def forward(
     head = params.get("lm_head", params["embed"])
     contract_hidden = (((x.ndim - 1,), (1,)), ((), ()))
     logits = lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32)
-    return logits * config.multipliers.logits, cache
+    logits = logits * config.multipliers.logits
+    if config.final_logit_cap is not None:
+        logits = config.final_logit_cap * jnp.tanh(logits / config.final_logit_cap)
+    return logits, cache
 
 
 def run_layers(
@@ -94,16 +97,33 @@ def run_layers(
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
     scale = config.multipliers
     x = params["embed"][jnp.where(valid, tokens, 0)] * scale.embedding
+    extra = per_layer.inputs(params["per_layer"], config, tokens, x) if "per_layer" in params else None
     yield x, cache
     for i, layer in enumerate(params["layers"]):
         h = rms_norm(x, layer["mixer_norm"], config.rms_norm_eps)
         h, cache = MIXERS[config.mixers[i]](layer["mixer"], config, config.cache_layer(i), h, cache)
-        x = x + h
+        x = x + _after(h, layer, "mixer_post_norm", config)
         h = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
         if config.mlps[i] == "dense":
-            h = swiglu(h, layer["mlp"]["gate_up"], layer["mlp"]["down"], scale.mlp_gate) * scale.mlp_out
+            h = gated_mlp(
+                h,
+                layer["mlp"]["gate_up"],
+                layer["mlp"]["down"],
+                activation=config.activation,
+                gate_multiplier=scale.mlp_gate,
+            )
+            h = h * scale.mlp_out
         else:
             assert config.moe is not None
             h = moe.apply(layer["mlp"], config.moe, h, valid, experts)
-        x = x + h
+        x = x + _after(h, layer, "mlp_post_norm", config)
+        if extra is not None:
+            x = per_layer.apply(layer["per_layer"], config, x, extra[:, :, i])
+        if "scale" in layer:
+            x = x * layer["scale"]
         yield x, cache
+
+
+def _after(h: Array, layer: Params, name: str, config: ModelConfig) -> Array:
+    """A sublayer's result, through the norm that some models have behind it."""
+    return rms_norm(h, layer[name], config.rms_norm_eps) if name in layer else h

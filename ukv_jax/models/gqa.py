@@ -1,7 +1,8 @@
 """Multi-head, grouped-query or multi-query attention, over all positions or a sliding window.
 
 A layer does what its parameters say: biases (q_bias, k_bias, v_bias, o_bias), norms of each query and key head (q_norm,
-k_norm), an output gate (gate_proj) and attention sinks (sinks) are there or not.
+k_norm), an output gate (gate_proj) and attention sinks (sinks) are there or not. A layer without k_proj reads the keys and
+values that an earlier layer has stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import jax
 from jaxtyping import Array
 
 from ukv_jax.models.config import GQAConfig, ModelConfig
-from ukv_jax.models.layers import linear, rms_norm
+from ukv_jax.models.layers import linear, rms_norm, rms_normalize
 from ukv_jax.models.rope import apply_rope
 
 
@@ -38,22 +39,29 @@ def attend(
     """x and result [rows, tokens, hidden].
 
     The cache gets q [rows, tokens, heads, head_dim], k [rows, tokens, kv_heads, head_dim] and v [rows, tokens, kv_heads,
-    v_head_dim], stores the latter two at `cache.positions` of its cache `pool` and returns [rows, tokens, heads,
+    v_head_dim] (or None for both), stores the latter two at `cache.positions` of its cache `pool` and returns [rows, tokens, heads,
     v_head_dim].
     """
 
-    def heads(name: str, count: int, norm: bool) -> Array:
+    def project(name: str, count: int) -> Array:
         y = linear(x, params[f"{name}_proj"])
         if f"{name}_bias" in params:
             y = y + params[f"{name}_bias"]
-        y = y.reshape(*x.shape[:2], count, -1)
-        if norm and f"{name}_norm" in params:
-            y = rms_norm(y, params[f"{name}_norm"], eps)
-        return apply_rope(config.rope, y, cache.positions) if norm and config.rope is not None else y
+        return y.reshape(*x.shape[:2], count, -1)
 
-    q = heads("q", config.num_heads, True)
-    k = heads("k", config.num_kv_heads, True)
-    v = heads("v", config.num_kv_heads, False)
+    def place(name: str, y: Array) -> Array:
+        """Queries or keys at their positions."""
+        if f"{name}_norm" in params:
+            y = rms_norm(y, params[f"{name}_norm"], eps)
+        return y if config.rope is None else apply_rope(config.rope, y, cache.positions)
+
+    q, k, v = place("q", project("q", config.num_heads)), None, None
+    if "k_proj" in params:
+        k = project("k", config.num_kv_heads)
+        v = k if config.k_is_v else project("v", config.num_kv_heads)
+        if config.v_norm:
+            v = rms_normalize(v, eps).astype(v.dtype)
+        k = place("k", k)
     out, cache = cache.gqa(
         layer,
         q,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,15 +28,21 @@ def rms_norm(
     return (weight * rms_normalize(x, eps).astype(weight.dtype)).astype(x.dtype)
 
 
-def swiglu(
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
+def gated_mlp(
     x: Float[Array, "*batch hidden"],
     gate_up: Float[Array, "2*width hidden"],
     down: Float[Array, "hidden width"],
+    *,
+    activation: str = "silu",
     gate_multiplier: float = 1.0,
 ) -> Float[Array, "*batch hidden"]:
-    """down(silu(gate_multiplier * gate(x)) * up(x)); gate and up stacked along the output axis."""
+    """down(activation(gate_multiplier * gate(x)) * up(x)); gate and up stacked along the output axis. activation: a key
+    of ACTIVATIONS."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(silu_product(gate * gate_multiplier, up), down)
+    return linear(ACTIVATIONS[activation](gate * gate_multiplier) * up, down)
 
 
 def silu_product(gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ukv_jax.models.config import MoEConfig
 from ukv_jax.models.experts import EXPERTS, Options, preferred
-from ukv_jax.models.layers import clamped_product, linear, silu_product, swiglu
+from ukv_jax.models.layers import clamped_product, gated_mlp, linear, silu_product
 
 
 def route(
@@ -72,7 +72,7 @@ def apply(
     routed = EXPERTS[experts](flat, chosen, weights, gate_up, down, options)
     out = routed.reshape(x.shape)
     if config.num_shared_experts:
-        shared = swiglu(x, params["shared_gate_up"], params["shared_down"])
+        shared = gated_mlp(x, params["shared_gate_up"], params["shared_down"])
         if "shared_gate" in params:
             shared = shared * jax.nn.sigmoid(linear(x, params["shared_gate"]))
         out = out + shared

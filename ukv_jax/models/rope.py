@@ -59,13 +59,25 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class ProportionalScaling:
+    """The first `pairs` pairs turn at the frequencies they would have if all did, divided by `factor`; the others do not
+    turn (gemma-4's full attention)."""
+
+    pairs: int
+    factor: float = 1.0
+
+
+Scaling = LinearScaling | YarnScaling | Llama3Scaling | ProportionalScaling
+
+
+@dataclass(frozen=True)
 class RopeConfig:
     """dim: dimensions of a head that turn; an even number."""
 
     dim: int
     theta: float = 10_000.0
     interleaved: bool = False
-    scaling: LinearScaling | YarnScaling | Llama3Scaling | None = None
+    scaling: Scaling | None = None
 
     def __post_init__(self) -> None:
         if self.dim <= 0 or self.dim % 2:
@@ -92,6 +104,8 @@ def inverse_frequencies(rope: RopeConfig) -> Float32[np.ndarray, " half_dim"]:
             return plain
         case LinearScaling(factor):
             return plain / np.float32(factor)
+        case ProportionalScaling(pairs, factor):
+            return np.where(np.arange(rope.dim // 2) < pairs, plain / np.float32(factor), np.float32(0))
         case YarnScaling():
             keep = _yarn_kept_share(rope, rope.scaling)
             return plain / np.float32(rope.scaling.factor) * (1 - keep) + plain * keep
@@ -167,6 +181,11 @@ def read_rope(
         "partial_rotary_factor", default=reader.get("partial_rotary_factor", default=default_partial)
     )
     section.inert(inert)
+    if section.get("rope_type", "type") == "proportional":
+        factor = section.number("factor") if section.get("factor") is not None else 1.0
+        section.finish()
+        scaling = ProportionalScaling(int(partial * head_dim // 2), factor)
+        return RopeConfig(head_dim, float(theta), interleaved, scaling)
     scaling = _read_scaling(reader, section)
     section.finish()
     return RopeConfig(int(head_dim * partial), float(theta), interleaved, scaling)
@@ -180,7 +199,7 @@ def _read_scaling(
         return None
     if kind not in ("linear", "yarn", "llama3"):
         raise section.fail(
-            f"rope_type {kind!r} is not implemented; implemented: default, linear, yarn, llama3"
+            f"rope_type {kind!r} is not implemented; implemented: default, linear, yarn, llama3, proportional"
         )
     if kind == "linear":
         return LinearScaling(section.number("factor"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from ukv_jax.models.config import ConfigReader, GQAConfig, MLAConfig, ModelConfig, MoEConfig
 from ukv_jax.models.rope import RopeConfig
@@ -96,6 +97,14 @@ def ends(config: ModelConfig, prefix: str = "model") -> list[Tensor]:
     if not config.tie_word_embeddings:
         out.append(whole("lm_head.weight", ("lm_head",), (config.vocab_size, hidden)))
     return out
+
+
+def or_on_its_own(tensor: Tensor, prefix: str) -> Tensor:
+    """A tensor of a multimodal model's text part: the text model alone is saved with "model" for the prefix."""
+    split = tuple(or_on_its_own(part, prefix) for part in tensor.split)
+    if not tensor.name.startswith(prefix):
+        return replace(tensor, split=split)
+    return replace(tensor, alias=tensor.name.replace(prefix, "model", 1), split=split)
 
 
 def norms(config: ModelConfig, name: str, path: Path) -> list[Tensor]:

@@ -23,7 +23,7 @@ from ukv_jax.models.config import (
     read_dtype,
     token_ids,
 )
-from ukv_jax.models.families.common import Path, check_groups, experts, gated, stacked, whole
+from ukv_jax.models.families.common import Path, check_groups, experts, gated, or_on_its_own, stacked, whole
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.rope import read_rope
 from ukv_jax.models.weights import Place, Tensor
@@ -58,13 +58,14 @@ def _read(top: ConfigReader, family: str) -> ModelConfig:
     reader.only("hidden_act", "silu")
     reader.only("mamba_ssm_dtype", "float32")
     reader.only("mlp_only_layers", [])
+    mixers = _mixers(reader, layers)
     config = ModelConfig(
         family=family,
         vocab_size=reader.positive("vocab_size"),
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=moe.intermediate_size if moe else reader.positive("intermediate_size"),
         rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-6)),
-        mixers=_mixers(reader, layers),
+        mixers=mixers,
         mlps=("moe" if moe else "dense",) * layers,
         dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") else top),
         max_position=reader.positive("max_position_embeddings"),
@@ -72,8 +73,8 @@ def _read(top: ConfigReader, family: str) -> ModelConfig:
         bos_token_id=reader.get("bos_token_id"),
         pad_token_id=reader.get("pad_token_id"),
         tie_word_embeddings=bool(top.get("tie_word_embeddings", default=False)),
-        gqa=gqa,
-        gdn=gdn,
+        gqa=gqa if "gqa" in mixers else None,
+        gdn=gdn if "gdn" in mixers else None,
         moe=moe,
         mtp_layers=reader.get("mtp_num_hidden_layers", default=0),
     )
@@ -166,15 +167,7 @@ def tensors(config: ModelConfig) -> list[Tensor]:
             out += gated(f"{name}.mlp", (*path, "mlp"), "gate_up", "down", hidden, config.intermediate_size)
         else:
             out += _expert_tensors(config, f"{name}.mlp", (*path, "mlp"))
-    return [_or_on_its_own(tensor) for tensor in out]
-
-
-def _or_on_its_own(tensor: Tensor) -> Tensor:
-    """The text model alone is saved without the name of the multimodal one."""
-    split = tuple(_or_on_its_own(part) for part in tensor.split)
-    if not tensor.name.startswith(PREFIX):
-        return replace(tensor, split=split)
-    return replace(tensor, alias=tensor.name.replace(PREFIX, "model", 1), split=split)
+    return [or_on_its_own(tensor, PREFIX) for tensor in out]
 
 
 def _norm(name: str, path: Path, width: int) -> Tensor:

@@ -1,0 +1,153 @@
+"""gemma-4 text against transformers on tiny random checkpoints (tools/make_golden_gemma4.py), and its published format."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.models import parity
+from tests.models.dense_cache import make_dense_cache
+from tests.models.pool_cache import make_pool_cache
+from ukv_jax.attention import pool_specs
+from ukv_jax.models.config import load_config
+from ukv_jax.models.decoder import cache_spec
+from ukv_jax.models.families import FAMILIES
+from ukv_jax.models.weights import abstract_params, load_model
+
+MODELS, PAGE = ("gemma4", "gemma4_plain"), 16
+CACHES = {
+    "dense": make_dense_cache,
+    "static-table": partial(make_pool_cache, unified=False, page_size=PAGE),
+    "unified-table": partial(make_pool_cache, unified=True, page_size=PAGE),
+    "unified-virtual": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="virtual"),
+}
+RUNS = [(m, c) for m in MODELS for c in CACHES if m == "gemma4" or c == "dense"]
+run = cache(lambda model, kind: parity.run(model, CACHES[kind]))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_data_spans_pages_and_windows_and_has_no_ties(model):
+    golden, config = parity.load_golden(model), load_config(parity.GOLDEN / model)
+    assert len(golden["ids"]) > max(2 * 64, config.swa.window)
+    assert len(set(golden["greedy"].tolist())) > 16
+    assert golden["margin"] > 1e-4 * np.abs(golden["greedy_logits"]).max()
+
+
+@pytest.mark.parametrize(("model", "kind"), RUNS)
+def test_logits_layers_and_tokens(model, kind):
+    golden, found = parity.load_golden(model), run(model, kind)
+    for i, expected in enumerate(golden["hidden"]):
+        assert parity.relative(found.hidden[i][golden["positions"]], expected) <= 1e-4, f"layer {i}"
+    assert parity.relative(found.logits, golden["logits"]) <= 1e-4
+    np.testing.assert_array_equal(found.greedy, golden["greedy"])
+    assert parity.relative(found.greedy_logits, golden["greedy_logits"]) <= 1e-4
+
+
+@pytest.mark.parametrize("kind", [k for k in CACHES if k.startswith("unified")])
+def test_unified_pools_equal_the_static_one_bit_for_bit(kind):
+    found, expected = run("gemma4", kind), run("gemma4", "static-table")
+    for name in ("logits", "hidden", "greedy", "greedy_logits"):
+        assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+
+
+def test_layers_that_share_a_cache():
+    """The last layers have no cache layer of their own; heads of full layers are wider, in a sub-pool of their own."""
+    config = load_config(parity.GOLDEN / "gemma4")
+    assert config.mixers == ("swa", "gqa") * 3
+    assert [config.cache_layer(i) for i in range(6)] == [0, 0, 1, 1, 1, 1]
+    swa, full = sorted(pool_specs(cache_spec(config)), key=lambda spec: spec.window is None)
+    assert (full.num_layers, full.num_kv_heads, full.head_dim) == (2, 2, 16)
+    assert (swa.num_layers, swa.num_kv_heads, swa.head_dim, swa.window) == (2, 2, 8, 20)
+
+
+# The published format.
+
+
+@pytest.fixture
+def published(tmp_path):
+    """The tiny checkpoint as a multimodal one: nested config, other prefix, vision beside it, idle projections."""
+    source = parity.GOLDEN / "gemma4"
+    text = json.loads((source / "config.json").read_text())
+    for name in ("architectures", "transformers_version"):
+        text.pop(name)
+    text |= {
+        "global_head_dim": text.pop("per_layer_config")["1"]["head_dim"],
+        "num_global_key_value_heads": None,
+    }
+    config = {
+        "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "text_config": text,
+        "vision_config": {"hidden_size": 8}, "audio_config": None, "image_token_id": 99, "tie_word_embeddings": True,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = load_file(source / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model.", 1): t for name, t in tensors.items()}
+    tensors["model.vision_tower.patch.weight"] = np.zeros(3, np.float32)
+    tensors["model.language_model.layers.5.self_attn.k_proj.weight"] = np.zeros((32, 48), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path, config, tensors
+
+
+def test_a_multimodal_checkpoint_gives_the_text_model(published):
+    directory, _, _ = published
+    with pytest.warns(UserWarning) as notes:
+        params, config = load_model(directory)
+    assert sorted(str(n.message).split(": ", 1)[1] for n in notes) == [
+        "1 tensors model.language_model.layers.5.self_attn.k_proj.* not loaded: this layer reads another layer's cache",
+        "1 tensors model.vision_tower.* not loaded: vision and audio",
+    ]
+    expected, alone = load_model(parity.GOLDEN / "gemma4")
+    assert config == alone
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), abstract_params(config))
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == shapes
+    assert params["layers"][5]["mlp"]["gate_up"].shape == (2 * 128, 48)
+    assert params["layers"][0]["mlp"]["gate_up"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not implemented"),
+        ({"enable_moe_block": True}, "enable_moe_block = True is not implemented"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not implemented"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"] * 3},
+            "the last of layer_types must be full",
+        ),
+        ({"layer_types": ["linear_attention"] * 6}, "unknown kinds ['linear_attention']"),
+        ({"num_kv_shared_layers": 5}, "no earlier layer is of the kinds ['gqa']"),
+        ({"per_layer_config": {"1": {"head_dim": 16}}}, "alone and alike, found {'1'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+        ({"altup_num_inputs": 4}, "fields that are not implemented: {'altup_num_inputs': 4}"),
+    ],
+)
+def test_refused_configs(published, changes, message):
+    directory, config, _ = published
+    config["text_config"] |= changes
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(directory)
+
+
+def test_missing_tensors_are_named(published):
+    directory, _, tensors = published
+    name = "model.language_model.layers.1.self_attn.v_proj.weight"
+    save_file({n: t for n, t in tensors.items() if n != name}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(f"missing {name}, wanted [32, 48]")), pytest.warns():
+        load_model(directory)
+
+
+def test_keys_that_are_values_have_no_projection():
+    config = load_config(parity.GOLDEN / "gemma4_plain")
+    names = {t.name for t in FAMILIES["gemma4"].tensors(config)}
+    assert "model.language_model.layers.0.self_attn.v_proj.weight" in names
+    assert "model.language_model.layers.2.self_attn.v_proj.weight" not in names
+    assert (config.gqa.num_kv_heads, config.swa.num_kv_heads, config.per_layer_width) == (1, 2, 0)
