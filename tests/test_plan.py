@@ -10,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 from tests.models.test_deepseek_loading import V3
+from tests.models.test_gpt_oss import GPT_OSS_20B
 from tests.models.test_loading import KIMI_48B
+from tests.models.test_state_loading import FALCON, QWEN
 from ukv_jax import plan, pool, requests
 from ukv_jax.cli import main
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
@@ -58,15 +60,23 @@ def test_deepseek_v3_needs_no_split(tmp_path):
         assert t.static.requests in (expected // pages, expected // pages - 1)
 
 
-@pytest.mark.parametrize("config", [KIMI_48B, V3], ids=["kimi_linear", "deepseek_v3"])
-@pytest.mark.parametrize("gigabytes", [20, 100, 141])
-def test_unified_holds_what_static_holds_of_its_own_mix(tmp_path, config, gigabytes):
+@pytest.mark.parametrize("config", [KIMI_48B, V3, QWEN, FALCON, GPT_OSS_20B], ids=lambda c: c["model_type"])
+def test_unified_holds_what_static_holds_of_its_own_mix(tmp_path, config):
     """Less the reserved bottom and one page of each sub-pool."""
-    p = plan.plan(write(tmp_path, config), gigabytes * 10**9)
+    p = plan.plan(write(tmp_path, config), HUNDRED_GB)
     lost = p.reserved_bytes + sum(s.page_bytes for s in p.subpools)
     full = p.subpools[-1]
     t = p.traffic["mixed"]
     assert t.unified.tokens >= t.static.tokens - lost / full.bytes_per_token
+
+
+def test_gpt_oss_releases_what_lies_before_the_window(tmp_path):
+    p = plan.plan(write(tmp_path, GPT_OSS_20B), HUNDRED_GB)
+    window, full = p.subpools
+    # 12 layers each, 8 heads of 64 for K and for V; 128 tokens touch three pages at most.
+    assert window.bytes_per_token == full.bytes_per_token == 12 * 2 * 8 * 64 * 2
+    assert window.bytes_per_request == 3 * 64 * window.bytes_per_token
+    assert p.traffic["short"].unified.requests == (p.total_bytes // (64 * 24576) - 1) // (3 + 16)
 
 
 @pytest.mark.parametrize("kind", ["unified", "static"])

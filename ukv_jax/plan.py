@@ -151,7 +151,8 @@ def fits_unified(layout: PoolLayout, pages: Mapping[str, int]) -> bool:
 def _needs(layout: PoolLayout, length: int, page_tokens: Mapping[str, int] | None = None) -> dict[str, int]:
     """Pages of each sub-pool that a request of `length` tokens holds; page_tokens: tokens of a page, if not the layout's.
 
-    A sliding window can begin at any offset in a page, and pages before it are given back.
+    A sliding window can begin at any offset in a page. Pages before it are given back from step to step; while a prompt
+    is read, a request holds more of them.
     """
     needs = {}
     for s in layout.subpools:
