@@ -1,12 +1,7 @@
-"""Makes tiny random DeepSeek checkpoints with transformers and writes what it computes with them, in float32 on the CPU.
+"""Makes tiny random DeepSeek-V2 and -V3 checkpoints and golden data (see tools/golden.py).
 
-    pip install torch transformers==5.24.0    (an environment of its own)
-    python tools/make_golden_deepseek.py
-
-Each directory holds a checkpoint in published naming (bfloat16, and a name for each expert) and golden.npz: ids
-Int32[n] (a prompt over two pages of 64), logits Float32[n, vocab], hidden Float32[layers + 1, p, hidden] (embedding
-and output of each layer at `positions` Int32[p]), greedy Int32[64] (the tokens that follow), greedy_logits
-Float32[64, vocab] (those that each was chosen by) and margin, the smallest gap between best and second on that way.
+pip install torch transformers==5.24.0    (an environment of its own)
+python -m tools.make_golden_deepseek
 """
 
 from __future__ import annotations
@@ -15,11 +10,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
-PROMPT, STEPS = 150, 64
+from tools import golden
+
 SHARED = {
     "vocab_size": 96,
     "hidden_size": 48,
@@ -83,73 +78,39 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
 }
 
 
-@torch.no_grad()
-def randomize(model: torch.nn.Module) -> None:
-    """Values large enough that every part shows in the logits; rounded to bfloat16, as they are stored."""
+def random_values(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of parameters and of the buffer that biases the choice of experts, large enough that every part shows."""
     generator = torch.Generator().manual_seed(0)
+    values = {}
     for name, tensor in model.state_dict().items():
         noise = torch.randn(tensor.shape, generator=generator)
         if "norm" in name:
-            tensor.copy_((1 + 0.2 * noise).bfloat16())
+            values[name] = 1 + 0.2 * noise
         elif "correction_bias" in name:
-            tensor.copy_((0.2 * noise).bfloat16())
+            values[name] = 0.2 * noise
         else:
-            tensor.copy_((1.5 * noise / tensor.shape[-1] ** 0.5).bfloat16())
+            values[name] = 1.5 * noise / tensor.shape[-1] ** 0.5
+    return values
 
 
 @torch.no_grad()
-def golden(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """One pass over the prompt, then STEPS greedy tokens through transformers' own cache."""
-    generator = torch.Generator().manual_seed(3)
-    ids = torch.randint(2, model.config.vocab_size, (1, PROMPT), generator=generator)
-    out = model(input_ids=ids, use_cache=True)
-    layers = _layer_outputs(model, ids)
-    positions = sorted({*range(0, PROMPT, 8), PROMPT - 1})
-    logits, greedy, greedy_logits = out.logits[0], [], []
-    for _ in range(STEPS):
-        greedy_logits.append(out.logits[0, -1].numpy())
-        greedy.append(int(greedy_logits[-1].argmax()))
-        out = model(input_ids=torch.tensor([[greedy[-1]]]), cache=out.cache, use_cache=True)
-    best = np.sort(np.stack(greedy_logits), axis=1)[:, -2:]
-    return {
-        "ids": ids[0].numpy().astype(np.int32),
-        "positions": np.asarray(positions, np.int32),
-        "logits": logits.numpy(),
-        "hidden": np.stack([x[0, positions].numpy() for x in layers]),
-        "greedy": np.asarray(greedy, np.int32),
-        "greedy_logits": np.stack(greedy_logits),
-        "margin": np.float32((best[:, 1] - best[:, 0]).min()),
-    }
-
-
-def _layer_outputs(model: torch.nn.Module, ids: torch.Tensor) -> list[torch.Tensor]:
-    """Embedding and what each layer hands to the next (hidden_states would hold the last one normed)."""
-    found: list[torch.Tensor] = []
-    keep = lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)
-    hooks = [m.register_forward_hook(keep) for m in (model.model.embed_tokens, *model.model.layers)]
-    model(input_ids=ids)
-    for hook in hooks:
-        hook.remove()
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tests/models/golden"))
     args = parser.parse_args()
-    torch.set_num_threads(1)  # tiny matrices, and results that don't depend on the number of cores
     for name, (make_config, make_model, fields) in MODELS.items():
-        directory = args.out / name
         model = make_model(make_config(**(SHARED | fields))).eval()
-        randomize(model)
-        model.to(torch.bfloat16).save_pretrained(directory)
-        model = make_model.from_pretrained(directory, dtype=torch.float32).eval()
-        found = golden(model)
-        np.savez_compressed(
-            directory / "golden.npz", versions=f"transformers {transformers.__version__}", **found
+        values = random_values(model)
+        for buffer, tensor in model.named_buffers():
+            if buffer in values:
+                tensor.copy_(values[buffer])
+        golden.write(
+            args.out / name,
+            model,
+            lambda name, noise, values=values: values[name],
+            lambda model: model.model.layers,
+            SHARED["vocab_size"],
         )
-        size = sum(path.stat().st_size for path in directory.iterdir())
-        print(f"{name}: {size / 1e3:.0f} kB, margin {found['margin']:.2e}, greedy {found['greedy'].tolist()}")
 
 
 if __name__ == "__main__":
