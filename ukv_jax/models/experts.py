@@ -88,7 +88,8 @@ def gather(
 
 
 EXPERTS: dict[str, ExpertsFn] = {"ragged_dot": ragged_dot, "grouped": grouped, "gather": gather}
-# Pairs of token and expert up to which reading an expert once for each pair beats sorting the pairs.
+# Pairs of token and expert up to which reading an expert once for each pair should beat sorting the pairs. An estimate:
+# no GPU has timed the two (`python -m bench experts`).
 FEW_PAIRS = 64
 
 
