@@ -103,7 +103,10 @@ def torch_calls(peers: Any, x: dict[str, jax.Array], rows: int) -> dict[str, Cal
     arrays = [x["q"], jnp.concatenate([x["k_nope"], pe], axis=-1), x["v"]]
     q, k, v = (peers.as_torch(a).view(rows, -1, *a.shape[1:]).transpose(1, 2) for a in arrays)
     calls = {}
-    for name, backend in (("torch cudnn", SDPBackend.CUDNN_ATTENTION), ("torch flash", SDPBackend.FLASH_ATTENTION)):
+    for name, backend in (
+        ("torch cudnn", SDPBackend.CUDNN_ATTENTION),
+        ("torch flash", SDPBackend.FLASH_ATTENTION),
+    ):
 
         def call(backend=backend):
             with sdpa_kernel(backend):
@@ -191,7 +194,9 @@ def prepare_extend(shape: tuple[int, int, int, int], peers: Any) -> Problem:
     apart = float(jnp.linalg.norm(outs["absorbed"] - outs["expanded"]) / jnp.linalg.norm(outs["expanded"]))
     if not apart <= 3e-2:
         raise AssertionError(f"the two forms differ by {apart:.3g}")
-    row = dict(operation="extend", rows=rows, new=new, cached=cached, heads=heads, apart=float(f"{apart:.3g}"))
+    row = dict(
+        operation="extend", rows=rows, new=new, cached=cached, heads=heads, apart=float(f"{apart:.3g}")
+    )
     return Problem(candidates, row)
 
 

@@ -110,7 +110,9 @@ def mla_extend(
     attention = implementations.run("mla_extend", IMPLEMENTATIONS, implementation)
     scale = float(sm_scale)
     new = attention(q, k_nope, k_pe, v, rows, rows, causal=True, sm_scale=scale)
-    pool = dict(buffer=buffer, source=source, block_offset=block_offset, kv_dtype=kv_dtype, row_width=row_width)
+    pool = dict(
+        buffer=buffer, source=source, block_offset=block_offset, kv_dtype=kv_dtype, row_width=row_width
+    )
     if prefix_form == "absorbed":
         cached = prefix.absorbed(
             q, rows, w_uk, w_uv, pool, max_new=max_new, sm_scale=scale, implementation=decode_implementation
@@ -123,7 +125,9 @@ def mla_extend(
 
 def _check(q, k_nope, k_pe, v, rows, implementation) -> None:  # type: ignore[no-untyped-def]
     if implementation is not None and implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}")
+        raise ValueError(
+            f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}"
+        )
     arrays = {"q": q, "k_nope": k_nope, "k_pe": k_pe, "v": v}
     shapes = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in arrays.items())
     if q.ndim != 3 or k_nope.ndim != 3 or k_pe.ndim != 2 or v.ndim != 3:

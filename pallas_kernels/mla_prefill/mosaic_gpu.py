@@ -60,7 +60,9 @@ def mla_attention_mosaic(
 
 def _decline(q, k_nope, k_pe, v, sm_scale) -> None:  # type: ignore[no-untyped-def]
     if device.target() != ("cuda", (9, 0)):
-        raise NotImplementedError(f"the Mosaic kernel needs a Hopper GPU, the device at hand is {device.target()}")
+        raise NotImplementedError(
+            f"the Mosaic kernel needs a Hopper GPU, the device at hand is {device.target()}"
+        )
     if any(x.dtype != jnp.bfloat16 for x in (q, k_nope, k_pe, v)):
         raise NotImplementedError(
             f"q, k_nope, k_pe and v must be bfloat16, got {q.dtype}, {k_nope.dtype}, {k_pe.dtype}, {v.dtype}"
@@ -202,7 +204,9 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
                     plgpu.barrier_wait(v_ready.at[before])
                     plgpu.barrier_wait(k_ready.at[slot])
                     plgpu.barrier_wait(turn.at[me])
-                    s, acc = inline.issue_products(q_box.at[me], k_box.at[slot], v_box.at[before], p, acc, _SWIZZLED)
+                    s, acc = inline.issue_products(
+                        q_box.at[me], k_box.at[slot], v_box.at[before], p, acc, _SWIZZLED
+                    )
                     plgpu.barrier_arrive(turn.at[1 - me])
                     plgpu.wgmma_wait(1)  # S is there, P V may still run
                     plgpu.barrier_arrive(k_free.at[slot])
@@ -226,7 +230,9 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
                 return inline.settle(acc), peak, total
 
             def mask(s, item):
-                position = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_ACC) + (item.kv_tiles - 1) * TILE
+                position = (
+                    plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_ACC) + (item.kv_tiles - 1) * TILE
+                )
                 seen = position < item.kv_length
                 if causal:
                     query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=_ACC)

@@ -61,7 +61,9 @@ def issue_products(q_ref, k_ref, v_ref, p, acc, transforms):
             o = asm.accumulator(_QUERIES, width, acc)
             words = _by_half(p)
             for k in range(0, keys, _SLICE):
-                fragment = ", ".join(asm.word(words[half][k + column]) for column in (0, 8) for half in (0, 8))
+                fragment = ", ".join(
+                    asm.word(words[half][k + column]) for column in (0, 8) for half in (0, 8)
+                )
                 asm.wgmma(o, f"{{{fragment}}}", asm.descriptor(b, k * _ROW_BYTES), transpose="1")
             asm.lines.append("wgmma.commit_group.sync.aligned;")
         return tuple(asm.emit())
@@ -132,7 +134,11 @@ class _Assembly:
             for j, x in enumerate(start or [])
         ]
         operands = tied + self.inputs
-        text = "{ .reg .pred yes, nil; setp.eq.u32 yes, 0, 0; setp.ne.u32 nil, 0, 0;\n" + "\n".join(self.lines) + "\n}"
+        text = (
+            "{ .reg .pred yes, nil; setp.eq.u32 yes, 0, 0; setp.ne.u32 nil, 0, 0;\n"
+            + "\n".join(self.lines)
+            + "\n}"
+        )
         for i, (first, size) in enumerate(zip(firsts, sizes, strict=True)):
             text = text.replace(f"#{i}#", "{" + ", ".join(f"${first + j}" for j in range(size)) + "}")
         for i in range(len(self.inputs)):
@@ -176,7 +182,9 @@ def _descriptor(ref, leading: int = 16) -> ir.Value:
     """
     constant = (leading >> 4) << 16 | (_GROUP_BYTES >> 4) << 32
     high = arith.shli(utils.c(1, _i64()), utils.c(62, _i64()))
-    at = arith.shrui(arith.andi(arith.extui(_i64(), _shared(ref)), utils.c(0x3FFFF, _i64())), utils.c(4, _i64()))
+    at = arith.shrui(
+        arith.andi(arith.extui(_i64(), _shared(ref)), utils.c(0x3FFFF, _i64())), utils.c(4, _i64())
+    )
     return arith.ori(arith.ori(at, utils.c(constant, _i64())), high)
 
 

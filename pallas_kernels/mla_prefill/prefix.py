@@ -22,7 +22,9 @@ Partial = tuple[Array, Array]
 _project = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def cheaper_form(queries: int, *, rank: int, nope: int, rope: int, v_width: int) -> Literal["absorbed", "expanded"]:
+def cheaper_form(
+    queries: int, *, rank: int, nope: int, rope: int, v_width: int
+) -> Literal["absorbed", "expanded"]:
     """The form with fewer FLOPs a cached row and head when that many queries read it."""
     absorbed = queries * (2 * rank + rope)
     expanded = queries * (nope + rope + v_width) + rank * (nope + v_width)
@@ -38,7 +40,15 @@ def merge(parts: Sequence[Partial], dtype: Any) -> Partial:
 
 
 def absorbed(  # type: ignore[no-untyped-def]
-    q, rows: Rows, w_uk, w_uv, pool: dict[str, Any], *, max_new: int, sm_scale: float, implementation: str | None
+    q,
+    rows: Rows,
+    w_uk,
+    w_uv,
+    pool: dict[str, Any],
+    *,
+    max_new: int,
+    sm_scale: float,
+    implementation: str | None,
 ) -> Partial:
     """Latent queries [rows, max_new] through `mla_decode`."""
     tokens, heads, _ = q.shape
@@ -63,7 +73,15 @@ def absorbed(  # type: ignore[no-untyped-def]
 
 
 def expanded(  # type: ignore[no-untyped-def]
-    q, rows: Rows, w_uk, w_uv, pool: dict[str, Any], new: Partial, *, sm_scale: float, attention: Callable[..., Partial]
+    q,
+    rows: Rows,
+    w_uk,
+    w_uv,
+    pool: dict[str, Any],
+    new: Partial,
+    *,
+    sm_scale: float,
+    attention: Callable[..., Partial],
 ) -> Partial:
     """`new` merged with the attention to the prefix, whose latents are gathered and up-projected chunk by chunk."""
     source, row_width = pool["source"], pool["row_width"]
@@ -81,7 +99,9 @@ def expanded(  # type: ignore[no-untyped-def]
     def body(c, carry: Partial) -> Partial:
         here = jnp.clip(length - c * chunk, 0, chunk)
         position = kv_start[:, None] + c * chunk + lane
-        kv = load_rows(rows_of_pool, row_of(position), lane < here[:, None], kv_dtype, rank + rope).astype(q.dtype)
+        kv = load_rows(rows_of_pool, row_of(position), lane < here[:, None], kv_dtype, rank + rope).astype(
+            q.dtype
+        )
         kv = kv.reshape(num_rows * chunk, rank + rope)
         k_nope = _project("tl,hnl->thn", kv[:, :rank], w_uk).astype(q.dtype)
         v = _project("tl,hvl->thv", kv[:, :rank], w_uv).astype(q.dtype)

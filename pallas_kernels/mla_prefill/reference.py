@@ -74,7 +74,8 @@ def mla_attention_xla(
                 visible &= kv_pos[:, None, :] <= q_pos[:, :, None]
             s = jnp.where(visible[:, :, None, :], s, -jnp.inf)
             new_peak = jnp.maximum(peak, s.max(axis=-1))
-            base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)  # nothing visible yet: -inf - -inf would be NaN
+            # Nothing visible yet: -inf - -inf would be NaN.
+            base = jnp.where(new_peak == -jnp.inf, 0.0, new_peak)
             p = jnp.exp(s - base[..., None])
             decay = jnp.exp(peak - base)
             acc = acc * decay[..., None] + _dot("bqhk,bkhd->bqhd", p, value)
@@ -100,6 +101,10 @@ def mla_attention_xla(
 def _tile(rows: int, heads: int, width: int, longest: int) -> int:
     """Queries and keys of a step: a power of two that keeps their f32 arrays within `_TILE_BYTES`."""
     tile = _MIN_TILE
-    while 2 * tile <= _MAX_TILE and tile < longest and 8 * rows * heads * tile * (width + 2 * tile) <= _TILE_BYTES:
+    while (
+        2 * tile <= _MAX_TILE
+        and tile < longest
+        and 8 * rows * heads * tile * (width + 2 * tile) <= _TILE_BYTES
+    ):
         tile *= 2
     return tile

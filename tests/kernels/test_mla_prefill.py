@@ -94,7 +94,9 @@ def test_later_tokens_do_not_matter(implementation):
     """Causal: NaN in a later token leaves the earlier results as they are, to the bit."""
     case = make_prefill([300])
     out, lse = case.run(implementation)
-    changed = dataclasses.replace(case, **{name: getattr(case, name).copy() for name in ("k_nope", "k_pe", "v")})
+    changed = dataclasses.replace(
+        case, **{name: getattr(case, name).copy() for name in ("k_nope", "k_pe", "v")}
+    )
     for array in (changed.k_nope, changed.k_pe):
         array[250:] = 7
     changed.v[250:] = -9
@@ -270,7 +272,9 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
     k_nope = jnp.einsum("tl,hnl->thn", packed[:, :RANK], w_uk)
     v = jnp.einsum("tl,hvl->thv", packed[:, :RANK], w_uv)
     q, rows, scale = jnp.asarray(chunk.prefill.q), chunk.prefill.rows, chunk.prefill.sm_scale
-    prefilled, lse = mla_prefill(q, k_nope, packed[:, RANK:], v, rows, sm_scale=scale, implementation=implementation)
+    prefilled, lse = mla_prefill(
+        q, k_nope, packed[:, RANK:], v, rows, sm_scale=scale, implementation=implementation
+    )
 
     stored = np.asarray(encode_rows(spec, row_bytes, packed)).view(np.uint8)
     width = int(-(-lengths.max() // PAGE))
@@ -301,7 +305,9 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
     decoded = np.asarray(jnp.einsum("rhl,hvl->rhv", out[:, 0], w_uv), np.float64)
     at = rows.start + rows.length - 1
     expected = np.asarray(prefilled[at], np.float64)
-    tolerance = BF16_TOLERANCE["absorbed"] if kv_dtype == "bfloat16" else 6e-2  # e4m3 keeps 4 bits: a relative rounding of up to 1 / 16
+    tolerance = (
+        BF16_TOLERANCE["absorbed"] if kv_dtype == "bfloat16" else 6e-2
+    )  # e4m3 keeps 4 bits: a relative rounding of up to 1 / 16
     for b in range(5):
         assert np.linalg.norm(decoded[b] - expected[b]) <= tolerance * np.linalg.norm(expected[b])
     np.testing.assert_allclose(decode_lse[:, 0], lse[at], rtol=0, atol=3 * tolerance)

@@ -45,7 +45,9 @@ def gated_mlp(
     return linear(ACTIVATIONS[activation](gate * gate_multiplier) * up, down)
 
 
-def silu_product(gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"]) -> Float[Array, "*batch width"]:
+def silu_product(
+    gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"]
+) -> Float[Array, "*batch width"]:
     """The gated activation of most models: silu(gate) * up."""
     return jax.nn.silu(gate) * up
 
