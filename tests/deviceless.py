@@ -165,11 +165,6 @@ class Program:
         """Thunks that put work on the device (kernels, copies, library calls): all but the containers."""
         return tuple(thunk for thunk in self.thunks if thunk.kind not in CONTAINERS)
 
-    @property
-    def hlo(self) -> str:
-        """Optimized HLO."""
-        return self.compiled.as_text()
-
 
 def compile_for(
     fn: Callable[..., Any],

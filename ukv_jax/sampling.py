@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32, UInt32
+from jaxtyping import Array, Bool, Float, Int32
 
 
 def sample(
@@ -18,7 +18,7 @@ def sample(
     temperature: Float[Array, " rows"],
     top_k: Int32[Array, " rows"],
     top_p: Float[Array, " rows"],
-    seed: UInt32[Array, " rows"],
+    seed: Int32[Array, " rows"],
     position: Int32[Array, " rows"],
 ) -> tuple[Int32[Array, " rows"], Float[Array, " rows"]]:
     """Draws one token a row.
