@@ -20,12 +20,14 @@ PROMPT, STEPS = 150, 64
 
 
 @torch.no_grad()
-def randomize(model: torch.nn.Module, special: Callable[[str, torch.Tensor], torch.Tensor | None]) -> None:
+def randomize(
+    model: torch.nn.Module, special: Callable[[str, torch.Tensor], torch.Tensor | None], seed: int = 0
+) -> None:
     """Values large enough that every part shows in the logits, rounded to bfloat16, as they are stored.
 
     special(name, noise): what a tensor gets instead of scaled normal noise, or None.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for name, tensor in model.named_parameters():
         noise = torch.randn(tensor.shape, generator=generator)
         value = special(name, noise)
@@ -35,9 +37,11 @@ def randomize(model: torch.nn.Module, special: Callable[[str, torch.Tensor], tor
 
 
 @torch.no_grad()
-def golden(model: torch.nn.Module, layers: torch.nn.ModuleList, vocab_size: int) -> dict[str, np.ndarray]:
-    """One pass over the prompt, then STEPS greedy tokens through transformers' own cache."""
-    ids = torch.randint(2, vocab_size, (1, PROMPT), generator=torch.Generator().manual_seed(3))
+def golden(
+    model: torch.nn.Module, layers: torch.nn.ModuleList, vocab_size: int, prompt: int, steps: int
+) -> dict[str, np.ndarray]:
+    """One pass over the prompt, then greedy tokens through transformers' own cache."""
+    ids = torch.randint(2, vocab_size, (1, prompt), generator=torch.Generator().manual_seed(3))
     found: list[torch.Tensor] = []
     keep = lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)
     hooks = [layer.register_forward_hook(keep) for layer in layers]
@@ -45,9 +49,9 @@ def golden(model: torch.nn.Module, layers: torch.nn.ModuleList, vocab_size: int)
     out = model(input_ids=ids, use_cache=True)
     for hook in hooks:
         hook.remove()
-    positions = sorted({*range(0, PROMPT, 8), PROMPT - 1})
+    positions = sorted({*range(0, prompt, 8), prompt - 1})
     logits, greedy, greedy_logits = out.logits[0], [], []
-    for _ in range(STEPS):
+    for _ in range(steps):
         greedy_logits.append(out.logits[0, -1].numpy())
         greedy.append(int(greedy_logits[-1].argmax()))
         out = model(input_ids=torch.tensor([[greedy[-1]]]), cache=out.cache, use_cache=True)
@@ -69,13 +73,17 @@ def write(
     special: Callable[[str, torch.Tensor], torch.Tensor | None],
     layers: Callable[[torch.nn.Module], torch.nn.ModuleList],
     vocab_size: int,
+    *,
+    prompt: int = PROMPT,
+    steps: int = STEPS,
+    seed: int = 0,
 ) -> None:
     """Randomizes and saves a model, loads it back in float32 and writes what it computes."""
     torch.set_num_threads(1)  # tiny matrices, and results that don't depend on the number of cores
-    randomize(model, special)
+    randomize(model, special, seed)
     model.to(torch.bfloat16).save_pretrained(directory)
     model = type(model).from_pretrained(directory, dtype=torch.float32).eval()
-    arrays = golden(model, layers(model), vocab_size)
+    arrays = golden(model, layers(model), vocab_size, prompt, steps)
     np.savez_compressed(
         directory / "golden.npz", versions=f"transformers {transformers.__version__}", **arrays
     )
