@@ -300,12 +300,11 @@ def _relief_pass(state: PoolState, demand: tuple) -> tuple[PoolState, Int32[Arra
     layout = state.layout
     last = len(layout.subpools) - 1
     grows = jnp.stack([d > u.holes for d, u in zip(demand, state.usage)])
-    several = jnp.sum(grows) > 1
     before = _used_granules(state)
     moved = jnp.int32(0)
     for i in (0, last):
         others = jnp.any(jnp.delete(grows, i))
-        wanted = (others | (several & grows[i])) & (state.subpools[i].hole_count > 0) & (state.gate == 0)
+        wanted = others & (state.subpools[i].hole_count > 0) & (state.gate == 0)
         state = replace(state, buffer=lax.optimization_barrier(state.buffer))
 
         def shrink(s, i=i):

@@ -93,7 +93,7 @@ def translate_write_locs(
     """Where a step writes its new rows in sub-pool `name` (default: the full one), for every layer.
 
     0 drops the write: padding page, hole, tombstone, out of range, not owned by this DCP rank, or a lane past `live`.
-    Window pools are replicated under DCP: they have no owner rule, and a widened id is not theirs to resolve.
+    Window pools are replicated under DCP: every rank writes every token of theirs.
     """
     subpool = _kv(state, name)
     ids = _virtual("translate_write_locs", locs)
@@ -103,7 +103,7 @@ def translate_write_locs(
         page_size=subpool.page_size,
         blocks_per_page=subpool.stride(),
         live=live,
-        dcp_rank=dcp_rank,
+        dcp_rank=dcp_rank if subpool.owns_ids else 0,
         dcp_size=state.layout.dcp if subpool.owns_ids else 1,
         implementation=implementation,
     )
@@ -162,7 +162,7 @@ def fill_read_table(
     effective lengths.
     """
     subpool = _kv(state, name)
-    _not_widened(state, "fill_read_table")
+    _not_widened(state, subpool, "fill_read_table")
     v2p = _map(state, subpool)
     table = state.requests.pages
     if v2p is None and rows is None and out is None and not zero_tail and width in (None, table.shape[1]):
@@ -203,7 +203,7 @@ def fill_read_tables(
     A window's table has the same absolute columns; its `kv_start` is the first position that the query at q_start
     (default: the last token of the row) still sees.
     """
-    _not_widened(state, "fill_read_tables")
+    _not_widened(state, state.layout.full, "fill_read_tables")
     subpools = (state.layout.full, *state.layout.windows)
     tables, end = gather_translate.fill_read_tables(
         state.requests.pages,
@@ -242,7 +242,7 @@ def fill_packed_read_stream(
     A row is cut where the stream ends; the source carries the effective lengths.
     """
     subpool = _kv(state, name)
-    _not_widened(state, "fill_packed_read_stream")
+    _not_widened(state, subpool, "fill_packed_read_stream")
     begin = jnp.zeros_like(kv_end) if kv_start is None else jnp.maximum(kv_start, 0)
     wanted = jnp.where(kv_end > 0, kv_end + seq_len_delta - begin, 0)
     indptr = gather_translate.packed_indptr(jnp.minimum(wanted, state.layout.max_tokens))
@@ -274,7 +274,7 @@ def virtual_source(
 ) -> VirtualPages:
     """The maps themselves, for a kernel that translates as it reads: no table, no stream, no launch."""
     subpool = _kv(state, name)
-    _not_widened(state, "virtual_source")
+    _not_widened(state, subpool, "virtual_source")
     inside = (rows >= 0) & (rows < state.layout.max_requests)
     end = jnp.where(inside & (kv_end > 0), kv_end + seq_len_delta, 0)
     end = jnp.clip(end, 0, state.layout.max_pages * subpool.page_size)
@@ -375,8 +375,9 @@ def _start(kv_start, end: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
     return jnp.pad(jnp.maximum(kv_start, 0), (0, end.shape[0] - kv_start.shape[0]))
 
 
-def _not_widened(state: PoolState, name: str) -> None:
-    if state.layout.dcp > 1:
+def _not_widened(state: PoolState, subpool: SubPool, name: str) -> None:
+    """Window pools are replicated: their pages hold every token that a virtual page stands for, and can be read."""
+    if state.layout.dcp > 1 and subpool.owns_ids:
         raise ValueError(
             f"{name}: under DCP ({state.layout.dcp} ranks) request maps hold widened ids, and no rank can read a table of "
             f"them; take the rank's share with translate_dcp_read_ids"

@@ -11,7 +11,7 @@ from jax import lax
 from tests.oracle import bands
 from tests.pool import cases
 from tests.pool.cases import LAYOUTS, Contents, craft, holes, ints, operations, page_bytes_of, placed
-from ukv_jax import chain, compaction, pool, requests, verify
+from ukv_jax import chain, compaction, pool, requests, translator, verify
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
 from ukv_jax.pool import ACTIVE, FREE, PARKED
 
@@ -606,6 +606,28 @@ def test_a_shared_page_is_never_written_by_two():
     assert int(state.requests.page_to_req[fresh]) == 4
     assert int(state.subpool("full").refs[fresh]) == 1
     assert state.requests.page_to_req[state.requests.pages[0, :2]].tolist() == [0, 0]
+
+
+def test_a_replicated_window_holds_every_token_of_its_page():
+    """Under DCP a virtual page stands for page_size * dcp tokens: the window stores all of them on every rank."""
+    layout = UnifiedLayout.from_bytes(
+        (cases.SWA, cases.FULL), total_bytes=8192, page_size=4, max_requests=2, max_tokens=32, dcp=2
+    )
+    state, _ = requests.reserve(pool.init(layout), ints([1]), ints([12]), pages_per_row=2)
+    tokens = translator.virtual_tokens(state, ints([1]), jnp.arange(12)[None])
+    stride = layout["swa"].stride()
+    first, second = (placed(state, "swa")[v] for v in state.requests.pages[1, :2].tolist())
+    expected = [first * stride * 8 + n for n in range(8)] + [second * stride * 8 + n for n in range(4)]
+    for rank in (0, 1):
+        locs = translator.translate_write_locs(state, tokens, "swa", dcp_rank=rank)
+        assert locs.ids[0].tolist() == expected
+    table = translator.fill_read_table(state, ints([1]), ints([12]), "swa", zero_tail=True)
+    assert (table.page_size, table.kv_end.tolist()) == (8, [12])
+    assert table.table[0, :2].tolist() == [first * stride, second * stride]
+    stream = translator.fill_packed_read_stream(state, ints([1]), ints([12]), "swa", capacity=16)
+    assert stream.ids[:12].tolist() == expected
+    with pytest.raises(ValueError, match="under DCP"):
+        translator.fill_read_table(state, ints([1]), ints([12]))
 
 
 # Programs.
