@@ -97,7 +97,7 @@ def published(tmp_path):
 
 def test_a_multimodal_checkpoint_gives_the_text_model(published):
     directory, _, _ = published
-    with pytest.warns(UserWarning) as notes:
+    with pytest.warns(UserWarning, match="not loaded") as notes:
         params, config = load_model(directory)
     assert sorted(str(n.message).split(": ", 1)[1] for n in notes) == [
         "1 tensors model.language_model.layers.5.self_attn.k_proj.* not loaded: this layer reads another layer's cache",
