@@ -26,11 +26,11 @@ Sampled = tuple[torch.nn.Module, Callable, Callable]  # model, special values, i
 
 
 def qwen3_5(rng: np.random.Generator) -> Sampled:
-    """Dense or with experts; at least one layer of attention, any pattern otherwise."""
+    """Dense or with experts; at least one layer of each kind, in any order."""
     pick = lambda *values: values[rng.integers(len(values))]
     moe, tied = bool(pick(0, 1)), bool(pick(0, 1))
-    types = [pick("linear_attention", "full_attention") for _ in range(pick(1, 2, 3))]
-    types[rng.integers(len(types))] = "full_attention"
+    kinds = ["linear_attention", "full_attention"]
+    types = rng.permutation([*kinds, *(pick(*kinds) for _ in range(pick(0, 1, 2)))]).tolist()
     kv_heads, key_heads, size = pick(1, 2, 3), pick(1, 2, 3), pick(8, 12)
     text: dict[str, Any] = {
         "vocab_size": VOCAB,
