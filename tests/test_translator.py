@@ -151,6 +151,20 @@ def test_one_pass_builds_the_full_and_the_window_table(kind):
     assert tables["swa"].kv_start.tolist() == [25 - SWA.window, 7 - SWA.window, 10 - SWA.window]
 
 
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_sources_of_a_chunk_reach_back_to_its_first_query(kind):
+    """The window of a chunk begins where its first query's does; every delivery gives the same range."""
+    state = filled(LAYOUTS[kind]())
+    rows, kv_end = jnp.array([3, 1, -1], jnp.int32), jnp.array([25, 7, 0], jnp.int32)
+    q_start = jnp.array([20, 3, 0], jnp.int32)
+    for delivery in ("table", "stream", "virtual"):
+        sources = translator.read_sources(state, rows, kv_end, q_start=q_start, delivery=delivery)
+        assert sorted(sources) == ["full", "swa"]
+        for name, start in (("full", [0, 0]), ("swa", [20 - SWA.window + 1, 0])):
+            assert sources[name].kv_start.tolist()[:2] == start, delivery
+            assert sources[name].kv_end.tolist() == [25, 7, 0], delivery
+
+
 def test_static_split_hands_its_ids_through_without_a_copy():
     state = filled(LAYOUTS["static"]())
     compiled = jax.jit(
