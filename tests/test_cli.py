@@ -7,7 +7,7 @@ import pytest
 from tests.tiny_model import CONFIG, random_model, save_checkpoint
 from ukv_jax.cli import main, size
 from ukv_jax.compare import compare
-from ukv_jax.engine import Engine, Sampling
+from ukv_jax.engine import Engine, Model, Sampling
 from ukv_jax.layout import UnifiedLayout
 
 CACHE_OFF = ("--compile-cache", "off")
@@ -46,13 +46,13 @@ def test_generate_prints_json_and_text(capsys, checkpoint):
     assert set(found) == {"results", "pool", "run"}
     assert found["pool"]["kind"] == "unified"
     assert found["run"]["requests_at_once"] == 3
-    model = random_model()
+    model = Model.load(checkpoint)
     layout = UnifiedLayout.from_bytes(
         model.specs, total_bytes=24 << 10, page_size=4, max_requests=3, max_tokens=21
     )
     engine = Engine(model, layout, max_new_tokens=12)
     texts = [model.encode("Hello you"), model.encode("~"), [1, 2, 3]]
-    # The seed counts up from prompt to prompt; the checkpoint is the same model.
+    # The seed counts up from prompt to prompt.
     expected = engine.generate(texts, Sampling(12, 0.8, seed=5))
     for r, e in zip(found["results"], expected, strict=True):
         assert (r["tokens"], r["text"], r["finish"], r["error"]) == (e.tokens, e.text, "length", None)
@@ -180,7 +180,7 @@ def test_arguments(capsys, argv, text):
 
 
 def test_named_kernel_does_not_fall_back(capsys, checkpoint):
-    common = ("generate", "--model", checkpoint, "--prompt", "x", *SMALL)
+    common = ("generate", "--model", checkpoint, "--prompt", "x", *POOL, *SMALL)
     error = fails(capsys, *common, "--implementation", "mosaic")
     assert "mosaic" in error
 
