@@ -221,7 +221,9 @@ def lines(p: Plan) -> Iterator[str]:
     yield f"{p.family}: {p.parameters / 1e9:.1f} billion parameters, {p.weight_bytes / 1e9:.1f} GB in {p.dtype}"
     yield f"pool of {p.total_bytes:,} bytes, {p.reserved_bytes:,} of them reserved for padding pages"
     yield ""
-    rows = [("sub-pool", "page bytes", "tokens a page", "bytes a token", "bytes a request", "pages alone")]
+    rows: list[tuple[str, ...]] = [
+        ("sub-pool", "page bytes", "tokens a page", "bytes a token", "bytes a request", "pages alone")
+    ]
     for s in p.subpools:
         token = f"{s.bytes_per_token:,.0f}" if s.bytes_per_token else "-"
         request = f"{s.bytes_per_request:,}" if s.bytes_per_request is not None else "grows"
@@ -231,9 +233,8 @@ def lines(p: Plan) -> Iterator[str]:
     head = f"one page size ({p.one_page_bytes:,} bytes)"
     rows = [("requests of", "unified", "static split", head)]
     for name, t in p.traffic.items():
-        share = "" if len(t.lengths) == 1 else f", {MIXED_SHORT} short to 1 long"
-        label = f"{name}: {t.lengths[0]:,} tokens" if not share else f"{name}{share}"
-        rows.append((label, *(_held(c) for c in (t.unified, t.static, t.one_page_size))))
+        of = f": {t.lengths[0]:,} tokens" if len(t.lengths) == 1 else f", {MIXED_SHORT} short to 1 long"
+        rows.append((name + of, *(_held(c) for c in (t.unified, t.static, t.one_page_size))))
     yield from _table(rows)
 
 

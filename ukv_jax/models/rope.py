@@ -184,8 +184,8 @@ def read_rope(
     if section.get("rope_type", "type") == "proportional":
         factor = section.number("factor") if section.get("factor") is not None else 1.0
         section.finish()
-        scaling = ProportionalScaling(int(partial * head_dim // 2), factor)
-        return RopeConfig(head_dim, float(theta), interleaved, scaling)
+        pairs = int(partial * head_dim // 2)
+        return RopeConfig(head_dim, float(theta), interleaved, ProportionalScaling(pairs, factor))
     scaling = _read_scaling(reader, section)
     section.finish()
     return RopeConfig(int(head_dim * partial), float(theta), interleaved, scaling)
@@ -199,7 +199,7 @@ def _read_scaling(
         return None
     if kind not in ("linear", "yarn", "llama3"):
         raise section.fail(
-            f"rope_type {kind!r} is not implemented; implemented: default, linear, yarn, llama3, proportional"
+            f"rope_type {kind!r} is not implemented; implemented: default, linear, yarn, llama3, proportional, proportional"
         )
     if kind == "linear":
         return LinearScaling(section.number("factor"))
