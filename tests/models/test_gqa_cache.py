@@ -129,6 +129,8 @@ def test_errors_name_the_sub_pool():
     q, k = jnp.zeros((ROWS, 1, HEADS, 16)), jnp.zeros((ROWS, 1, 2, 16))
     with pytest.raises(ValueError, match=r"no KV sub-pool 'local'; this layout has \['full', 'swa'\]"):
         cache.gqa(0, q, k, k, pool="local", sm_scale=1.0)
+    with pytest.raises(ValueError, match="both be given or both be None; v is missing"):
+        cache.gqa(0, q, k, None, sm_scale=1.0)
     with pytest.raises(
         ValueError, match=r"'swa' stores K and V of .* \[1, 32\] and \[1, 32\], got \[2, 16\]"
     ):

@@ -92,12 +92,13 @@ class PoolStep:
     ) -> tuple[Array, "PoolStep"]:
         """Stores k and v of the new tokens at cache-layer `layer` of sub-pool `pool`, then attends within its window.
 
-        Without k and v it reads what another layer has stored there in this step.
-
-        Shapes as in `attention.gqa`; options as in `pallas_kernels.gqa_decode.gqa_decode`.
+        Without k and v it reads what another layer has stored there in this step. Shapes as in `attention.gqa`; options as in `pallas_kernels.gqa_decode.gqa_decode`.
         """
         if pool not in self.sources:
             raise ValueError(f"no KV sub-pool {pool!r}; this layout has {sorted(self.sources)}")
+        if (k is None) != (v is None):
+            missing = "v" if v is None else "k"
+            raise ValueError(f"k and v must both be given or both be None; {missing} is missing")
         subpool = self.layout[pool]
         buffer = self.buffer
         if k is not None and v is not None:
