@@ -97,10 +97,8 @@ def test_kernels_that_write_the_maps():
     """In the kernel package only bind_pages makes new maps; others get v2p as an operand."""
     for path in sources("pallas_kernels"):
         if not path.startswith("pallas_kernels/bind_pages/"):
-            lines = [
-                n for n in map_writes(parse(path)) if "at" in (ROOT / path).read_text().splitlines()[n - 1]
-            ]
-            writes = [n for n in lines if ".at[" in (ROOT / path).read_text().splitlines()[n - 1]]
+            source = (ROOT / path).read_text().splitlines()
+            writes = [n for n in map_writes(parse(path)) if ".at[" in source[n - 1]]
             assert not writes, f"{path} writes v2p or p2v in lines {writes}"
 
 

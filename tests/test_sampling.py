@@ -24,7 +24,7 @@ def settings(rows, temperature=1.0, top_k=0, top_p=1.0, seed=None, position=0):
         full(temperature, jnp.float32),
         full(top_k, jnp.int32),
         full(top_p, jnp.float32),
-        full(seed, jnp.uint32),
+        full(seed, jnp.int32),
         full(position, jnp.int32),
     )
 
@@ -82,7 +82,7 @@ def test_lanes_and_neighbours_do_not_matter():
         temperature=rng.choice([0.0, 0.7, 1.5], rows),
         top_k=rng.choice([0, 1, 4], rows),
         top_p=rng.choice([0.3, 0.9, 1.0], rows),
-        seed=rng.integers(0, 2**32, rows),
+        seed=rng.integers(-(2**31), 2**31, rows),
         position=rng.integers(0, 1000, rows),
     )
     tokens, logprobs = draw(logits, *args)
