@@ -2,6 +2,8 @@
 .PHONY: help venv demo test gpu lint types deviceless notebook newest format
 
 PYTHON_BIN := .venv/bin/python
+# A worker takes whole files: what a file compiles once stays in one process.
+PYTEST := $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 # Without the CUDA libraries the plugin wheels can compile, not run.
 DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
@@ -24,7 +26,7 @@ demo:
 	$(PYTHON_BIN) -m ukv_jax demo
 
 test: venv
-	$(PYTHON_BIN) -m pytest
+	$(PYTEST)
 
 lint: venv
 	$(PYTHON_BIN) -m ruff check .
@@ -39,7 +41,7 @@ types: venv
 
 deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins
-	$(DEVICELESS) $(PYTHON_BIN) -m pytest -m deviceless
+	$(DEVICELESS) $(PYTEST) -m deviceless
 
 notebook: venv
 	JAX_PLATFORMS=cpu .venv/bin/jupyter-execute notebooks/*.ipynb
@@ -54,4 +56,4 @@ gpu:
 newest: venv
 	@tools/bootstrap.sh .cache/newest newest
 	PYTHONPATH=.cache/newest $(PYTHON_BIN) -c "import jax; print('jax', jax.__version__)"
-	PYTHONPATH=.cache/newest $(PYTHON_BIN) -m pytest -m "not gpu and not slow and not deviceless" $(ON_NEWEST)
+	PYTHONPATH=.cache/newest $(PYTEST) -m "not gpu and not slow and not deviceless" $(ON_NEWEST)
