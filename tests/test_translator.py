@@ -138,6 +138,25 @@ def test_deliveries_name_the_same_rows(kind, name):
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
+def test_writes_to_dead_pages_and_past_the_ids_are_dropped(kind):
+    state = filled(LAYOUTS[kind]())
+    of_row = translator.virtual_tokens(state, jnp.array([1, 3]), jnp.array([[0, 6], [0, 24]]))
+    beyond = state.layout.full.num_virtual * PS
+    ids = jnp.concatenate([of_row.ids.reshape(-1), jnp.array([beyond, beyond + 1, 2**31 - 1], jnp.int32)])
+    state, _ = requests.release(state, jnp.array([1]))
+    for name in ("full", "swa"):
+        written = translator.translate_write_locs(state, VirtualTokens(ids), name).ids.tolist()
+        assert [loc > 0 for loc in written] == [False, False, True, True, False, False, False]
+
+
+def test_a_static_table_of_the_first_rows_has_their_number():
+    state = filled(LAYOUTS["static"]())
+    table = translator.fill_read_table(state, None, state.requests.seq_len[:2])
+    assert table.table.shape[0] == table.kv_end.shape[0] == table.kv_start.shape[0] == 2
+    assert table.table[0, :3].tolist() == state.requests.pages[0, :3].tolist()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_one_pass_builds_the_full_and_the_window_table(kind):
     state = filled(LAYOUTS[kind]())
     rows, kv_end = jnp.array([3, 1, 0], jnp.int32), jnp.array([25, 7, 10], jnp.int32)

@@ -9,7 +9,7 @@ the former into the latter, once a step, for all layers:
 * state: physical slots, -1 = dead row.
 
 Ids carry their space in their type, so a translated array cannot be translated again. A static split hands its ids
-through unchanged (multiplier 1, and no map for a sub-pool that owns its ids).
+through unchanged (multiplier 1, and reads need no map for a sub-pool that owns its ids).
 """
 
 from dataclasses import dataclass
@@ -56,7 +56,7 @@ def _virtual(name: str, tokens: VirtualTokens) -> Int32[Array, "..."]:
 
 
 def _map(state: PoolState, subpool: SubPool) -> Int32[Array, " num_virtual+1"] | None:
-    """v2p of a sub-pool, None where virtual and physical pages are the same."""
+    """v2p of a sub-pool for reads, None where virtual and physical pages are the same."""
     return None if pool.pages_are_ids(state.layout, subpool) else state.subpool(subpool.name).v2p
 
 
@@ -99,7 +99,8 @@ def translate_write_locs(
     ids = _virtual("translate_write_locs", locs)
     flat = gather_translate.translate_write_locs(
         ids.reshape(-1),
-        _map(state, subpool),
+        # In a static split too: the map tells which pages are live, and an id past its range would hit another layer.
+        state.subpool(subpool.name).v2p,
         page_size=subpool.page_size,
         blocks_per_page=subpool.stride(),
         live=live,
@@ -165,7 +166,8 @@ def fill_read_table(
     _not_widened(state, subpool, "fill_read_table")
     v2p = _map(state, subpool)
     table = state.requests.pages
-    if v2p is None and rows is None and out is None and not zero_tail and width in (None, table.shape[1]):
+    whole = rows is None and kv_end.shape[0] == table.shape[0] and width in (None, table.shape[1])
+    if v2p is None and whole and out is None and not zero_tail:
         delta = jnp.where(kv_end > 0, seq_len_delta, 0)
         end = jnp.clip(kv_end + delta, 0, table.shape[1] * subpool.page_size)
     else:
