@@ -700,18 +700,22 @@ def test_operations_compose_in_one_compiled_loop(name):
 
 
 def test_lengths_do_not_recompile():
-    _, _, do = filled("mla")
-    state, _, _ = do.reserve(pool.init(LAYOUTS["mla"]), lanes(0), lengths(1))
-    compiled = do.reserve._cache_size(), do.append._cache_size(), do.release._cache_size()
-    for n in range(1, 9):
+    do, state = operations("mla"), pool.init(LAYOUTS["mla"])
+
+    def step(state, n):
         state, _, _ = do.reserve(state, lanes(n % 3, 3), lengths(n, n + 1))
         state, _ = do.append(state, lanes(n % 3), lengths(1))
         state, _ = do.release(state, lanes(n % 4))
-    assert (do.reserve._cache_size(), do.append._cache_size(), max(do.release._cache_size(), 1)) == (
-        compiled[0],
-        compiled[1],
-        max(compiled[2], 1),
-    )
+        return state
+
+    def compiled():
+        return [f._cache_size() for f in (do.reserve, do.append, do.release)]
+
+    state = step(state, 1)
+    before = compiled()
+    for n in range(2, 9):
+        state = step(state, n)
+    assert compiled() == before
 
 
 def _big_results(jaxpr, size: int, found: set[str]) -> set[str]:

@@ -149,9 +149,7 @@ def test_places_of_floats(name):
         for p, q in zip(bands, demands)
     ]
     assert ok[still].all(), "what fits as it is fits with slides"
-    assert (ok & np.array(ids) & ~still).any(), (
-        "no pool needs a slide: the test says little"
-    )
+    assert (ok & np.array(ids) & ~still).any(), "no pool needs a slide: the test says little"
     for n in np.flatnonzero(ok):
         edge = (bands[n][0].high + max(demands[n][0] - bands[n][0].holes, 0)) * layout.subpools[0].page_bytes
         for i, place in places.items():
