@@ -22,6 +22,7 @@ import numpy as np
 INT32_LIMIT = 2**31
 PADDING = 0  # page 0 of every sub-pool: never handed out, never written, zero bytes
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
+FP8_ROW_ALIGN = 128  # bytes of an fp8 latent row with its scale: a multiple of TMA's 128-byte swizzle
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 
 
@@ -41,8 +42,9 @@ def _positive(**values: int) -> None:
 class MLASpec:
     """Latent attention cache: one row of `kv_lora_rank + qk_rope_head_dim` elements a token and layer, V its prefix.
 
-    With `dtype="float8_e4m3fn"` a row is padded to a multiple of `FP8_ROW_ALIGN` bytes (576 elements: 640 bytes): the e4m3 elements, one f32 scale for the token
-    behind them, zeros. (TMA takes no row of 576 + 4 bytes; a padded row keeps page and scale in one transfer.)
+    With `dtype="float8_e4m3fn"` a row is padded to a multiple of `FP8_ROW_ALIGN` bytes (576 elements: 640 bytes): the
+    e4m3 elements, one f32 scale for the token behind them, zeros. (TMA takes no row of 576 + 4 bytes; a padded row
+    keeps page and scale in one transfer.)
     """
 
     num_layers: int
@@ -131,11 +133,6 @@ class Region:
     def block_bytes(self) -> int:
         return math.prod(self.block_shape) * _dtype(self.dtype).itemsize
 
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row (last axis) of a block."""
-        return self.block_shape[-1] * _dtype(self.dtype).itemsize
-
 
 def _align(value: int, unit: int) -> int:
     return -(-value // unit) * unit
@@ -149,9 +146,6 @@ def _envelope(regions: list[Region]) -> tuple[tuple[Region, ...], int]:
         placed.append(Region(region.name, region.count, region.block_shape, region.dtype, start))
         end = start + region.count * region.block_bytes
     return tuple(placed), _align(end, math.lcm(*(r.block_bytes for r in placed)))
-
-
-FP8_ROW_ALIGN = 128  # bytes: an fp8 row with its scale, padded to what TMA and its 128-byte swizzle take
 
 
 def _regions(spec: Spec, page_size: int) -> tuple[tuple[Region, ...], int]:
@@ -170,7 +164,9 @@ def _regions(spec: Spec, page_size: int) -> tuple[tuple[Region, ...], int]:
         if spec.dtype == "float8_e4m3fn":
             regions.append(Region("scale", 2 * spec.num_layers, (page_size, spec.num_kv_heads), "float32"))
         return _envelope(regions)
-    return _envelope([Region(p.name, p.num_layers * p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.parts])
+    return _envelope(
+        [Region(p.name, p.num_layers * p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.parts]
+    )
 
 
 @dataclass(frozen=True)
@@ -212,7 +208,9 @@ class SubPool:
         for region in self.regions:
             if region.name == name:
                 return region
-        raise ValueError(f"sub-pool {self.name!r} has no region {name!r}; it has {[r.name for r in self.regions]}")
+        raise ValueError(
+            f"sub-pool {self.name!r} has no region {name!r}; it has {[r.name for r in self.regions]}"
+        )
 
     def stride(self, region: str = "kv") -> int:
         """Blocks from one page to the next: the multiplier of a kernel-facing entry (B; 1 in a static split)."""
@@ -253,10 +251,12 @@ class PoolLayout:
         for s in self.subpools:
             for r in s.regions:
                 rows = r.block_shape[0] if not s.is_state else 1
-                ids = s.num_pages * (s.page_bytes // r.block_bytes) * rows
+                # A block's number counts from byte 0 of the buffer, also where a static range begins further up.
+                below, blocks = (s.base or 0) // r.block_bytes, s.page_bytes // r.block_bytes
+                ids = (below + s.num_pages * blocks) * rows
                 if ids >= INT32_LIMIT:
                     raise ValueError(
-                        f"sub-pool {s.name!r}: {s.num_pages} pages * {s.page_bytes // r.block_bytes} blocks * {rows} rows "
+                        f"sub-pool {s.name!r}: ({s.num_pages} pages * {blocks} blocks + {below} below) * {rows} rows "
                         f"= {ids} kernel-facing ids, int32 allows {INT32_LIMIT - 1}"
                     )
             if not s.is_state and s.num_virtual * self.page_size * self.dcp >= INT32_LIMIT:
@@ -264,7 +264,8 @@ class PoolLayout:
                     f"sub-pool {s.name!r}: {s.num_virtual} virtual pages * {self.page_size} tokens * dcp {self.dcp} = "
                     f"{s.num_virtual * self.page_size * self.dcp}, int32 allows {INT32_LIMIT - 1}"
                 )
-        if (self.total_bytes + 2 * self.largest_page) // self.granule >= INT32_LIMIT:
+        # `chain.plan` counts up to a grid's first page, all of its pages and one more.
+        if (self.total_bytes + 3 * self.largest_page) // self.granule >= INT32_LIMIT:
             raise ValueError(
                 f"{self.total_bytes} bytes in units of {self.granule} (gcd of the page sizes "
                 f"{[s.page_bytes for s in self.subpools]}) do not fit int32; choose page sizes with a larger common divisor"
@@ -274,7 +275,9 @@ class PoolLayout:
                 f"move_bytes {self.move_bytes} is below the largest page of {self.largest_page} bytes: no page could move"
             )
         if self.total_bytes % self.block_lcm:
-            raise ValueError(f"total bytes {self.total_bytes} are no multiple of every block ({self.block_lcm})")
+            raise ValueError(
+                f"total bytes {self.total_bytes} are no multiple of every block ({self.block_lcm})"
+            )
 
     @property
     def largest_page(self) -> int:
@@ -314,9 +317,6 @@ class PoolLayout:
 
     def __getitem__(self, name: str) -> SubPool:
         return self.subpools[self.index(name)]
-
-    def pages_for(self, tokens: int) -> int:
-        return -(-tokens // (self.page_size * self.dcp))
 
 
 def _chain(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
@@ -396,17 +396,24 @@ class UnifiedLayout(PoolLayout):
             if state:
                 virtual = min(max_requests, pages - first) + 1
             else:
-                virtual = num_virtual or full_pages
+                virtual = full_pages if num_virtual is None else num_virtual
             subpools.append(
                 SubPool(
-                    spec, regions, page_bytes, _page_size(spec, page_size, dcp), first, pages, virtual, base=None
+                    spec,
+                    regions,
+                    page_bytes,
+                    _page_size(spec, page_size, dcp),
+                    first,
+                    pages,
+                    virtual,
+                    base=None,
                 )
             )
         if num_virtual is not None and num_virtual - 1 < max_pages:
             raise ValueError(f"{num_virtual} virtual ids cannot name the {max_pages} pages of one request")
-        return cls(
-            tuple(subpools), total, page_size, max_requests, max_pages, move_bytes or max(64 << 20, largest), dcp
-        )
+        if move_bytes is None:
+            move_bytes = max(64 << 20, largest)
+        return cls(tuple(subpools), total, page_size, max_requests, max_pages, move_bytes, dcp)
 
     @staticmethod
     def _smallest(sized, largest: int, max_pages: int, unit: int) -> int:
@@ -461,7 +468,9 @@ class StaticLayout(PoolLayout):
         specs = _chain(tuple(specs))
         max_pages = _limits(page_size, max_requests, max_tokens, dcp)
         if set(pages) != {s.name for s in specs}:
-            raise ValueError(f"pages given for {sorted(pages)}, sub-pools are {sorted(s.name for s in specs)}")
+            raise ValueError(
+                f"pages given for {sorted(pages)}, sub-pools are {sorted(s.name for s in specs)}"
+            )
         full_virtual = pages[specs[-1].name] + 1
         subpools, end = [], 0
         for spec in specs:
@@ -484,7 +493,13 @@ class StaticLayout(PoolLayout):
 
     @classmethod
     def from_bytes(
-        cls, specs: tuple[Spec, ...], *, total_bytes: int, mean_tokens: float, mean_window_tokens: float | None = None, **kwargs
+        cls,
+        specs: tuple[Spec, ...],
+        *,
+        total_bytes: int,
+        mean_tokens: float,
+        mean_window_tokens: float | None = None,
+        **kwargs,
     ) -> "StaticLayout":
         """Splits `total_bytes` in proportion to what a mean request takes of each sub-pool.
 
@@ -503,7 +518,9 @@ class StaticLayout(PoolLayout):
             else:
                 tokens = mean_tokens
                 if isinstance(spec, KVSpec) and spec.window is not None:
-                    tokens = min(mean_tokens, spec.window) if mean_window_tokens is None else mean_window_tokens
+                    tokens = (
+                        min(mean_tokens, spec.window) if mean_window_tokens is None else mean_window_tokens
+                    )
                 need = tokens / (page_size * dcp)
             share[spec.name] = (need, page_bytes)
         unit = math.lcm(*blocks)
@@ -516,7 +533,10 @@ class StaticLayout(PoolLayout):
                 f"one mean request takes {per_request:.0f}"
             )
         pages = {name: int(need * requests) for name, (need, _) in share.items()}
-        needs = {c.name: 1 if isinstance(c, StateSpec) else -(-kwargs["max_tokens"] // page_size) for c in chain}
+        needs = {
+            c.name: 1 if isinstance(c, StateSpec) else -(-kwargs["max_tokens"] // (page_size * dcp))
+            for c in chain
+        }
         if any(pages[name] < need for name, need in needs.items()):
             raise ValueError(
                 f"a static split of {total_bytes} bytes for mean requests of {mean_tokens:.0f} tokens has pages {pages}; "

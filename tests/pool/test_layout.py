@@ -200,7 +200,8 @@ def test_kernel_facing_ids_fit_int32():
     # 1 layer, page size 64, rows of 2 bytes: a byte budget of 2**32 has 2**31 rows.
     spec = MLASpec(1, 1, 0)
     with pytest.raises(
-        ValueError, match=r"33554432 pages \* 1 blocks \* 64 rows = 2147483648 .* int32 allows 2147483647"
+        ValueError,
+        match=r"\(33554432 pages \* 1 blocks \+ 0 below\) \* 64 rows = 2147483648 .* int32 allows 2147483647",
     ):
         layout_of(spec, total_bytes=2**32, num_virtual=1000)
     layout_of(spec, total_bytes=2**32 - 128, num_virtual=1000)
@@ -266,6 +267,25 @@ def test_ids_for_one_request():
             "has 5 pages; one request of 24 tokens takes 6",
         ),
         (lambda: StaticLayout.from_pages((cases.MLA,), pages={"kv": 9}, **cases.COMMON), "pages given for"),
+        (
+            lambda: layout_of(cases.MLA, total_bytes=1 << 20, move_bytes=0),
+            "move_bytes 0 is below the largest page",
+        ),
+        (lambda: layout_of(cases.MLA, total_bytes=1 << 20, num_virtual=0), "0 virtual ids cannot name"),
+        (
+            # 8 GiB of state lie below blocks of 4 bytes: alone the ids of the upper range would fit.
+            lambda: StaticLayout.from_pages(
+                (
+                    StateSpec((StatePart("recurrent", 1, 1, (1 << 20,), "float32"),)),
+                    MLASpec(1, 1, 1, "bfloat16"),
+                ),
+                pages={"state": 2047, "full": 16},
+                page_size=1,
+                max_requests=4,
+                max_tokens=16,
+            ),
+            r"'full': \(17 pages \* 1 blocks \+ 2147483648 below\) \* 1 rows = 2147483665 kernel-facing ids",
+        ),
     ],
 )
 def test_errors_name_what_was_given(make, text):
@@ -314,6 +334,11 @@ def test_static_split_in_proportion():
         StaticLayout.from_bytes(
             specs, total_bytes=700, mean_tokens=16, page_size=4, max_requests=32, max_tokens=24
         )
+    # Under DCP a page holds twice the tokens, so the longest request takes half the pages.
+    cramped = dict(total_bytes=5400, mean_tokens=16, page_size=4, max_requests=1, max_tokens=40)
+    with pytest.raises(ValueError, match=r"one request of 40 tokens takes .*'full': 10"):
+        StaticLayout.from_bytes((cases.STATE, cases.FULL), **cramped)
+    assert StaticLayout.from_bytes((cases.STATE, cases.FULL), dcp=2, **cramped).full.num_pages == 6
 
 
 def test_dcp_pages_stand_for_more_tokens():
@@ -323,6 +348,5 @@ def test_dcp_pages_stand_for_more_tokens():
     two = layout_of(*specs, total_bytes=1 << 16, page_size=4, max_tokens=64, dcp=2)
     assert (one.max_pages, two.max_pages) == (16, 8)
     assert (one.max_tokens, two.max_tokens) == (64, 64)
-    assert (two.pages_for(8), two.pages_for(9)) == (1, 2)
     assert (two["full"].page_size, two["full"].page_bytes) == (4, one["full"].page_bytes)
     assert (two["swa"].page_size, two["swa"].page_bytes) == (8, 2 * one["swa"].page_bytes)
