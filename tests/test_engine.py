@@ -1,6 +1,7 @@
 """Scheduling: the same tokens from every pool, whatever had to wait, move or start anew."""
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.tiny_model import CONFIG, random_model
-from ukv_jax import loop, requests
+from ukv_jax import loop, pool, requests
 from ukv_jax.engine import Engine, Sampling
 from ukv_jax.layout import KVSpec, StaticLayout, UnifiedLayout
 from ukv_jax.pool import FREE, PARKED
@@ -243,6 +244,28 @@ def windowed_forward(params, tokens, cache):
     token = jnp.take_along_axis(tokens, last, axis=1)[:, 0]
     position = jnp.take_along_axis(cache.positions, last, axis=1)[:, 0]
     return jax.nn.one_hot((5 * token + 3 * position + 1) % 64, 64, dtype=jnp.float32), cache
+
+
+def test_prefill_leaves_out_lanes_that_name_a_row_again_and_chunks_without_room():
+    spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=16)
+    layout = UnifiedLayout.from_bytes((spec,), total_bytes=8192, page_size=4, max_requests=4, max_tokens=16)
+    gen = loop.enroll(loop.init_generation(layout, max_new_tokens=4), jnp.arange(3), max_new=4)
+    state, got = requests.reserve(
+        pool.init(layout), jnp.arange(3), jnp.array([3, 2, 4], jnp.int32), pages_per_row=1
+    )
+    assert got.granted.all()
+    rows = jnp.array([0, 0, 1, 2, -1, 9], jnp.int32)
+    tokens = jnp.arange(6 * 8, dtype=jnp.int32).reshape(6, 8)
+    new_len = jnp.array([3, 2, 2, 5, 3, 3], jnp.int32)
+    state, gen = jax.jit(partial(loop.prefill_chunk, windowed_forward))(
+        {}, state, gen, rows, tokens, new_len, rows >= 0
+    )
+    assert state.requests.seq_len.tolist() == [3, 2, 0, 0]
+    assert gen.made.tolist() == [1, 1, 0, 0]
+    assert gen.next_token[:2].tolist() == [next_token(2, 2), next_token(17, 1)]
+    assert gen.decoding.tolist() == [True, True, False, False]
+    assert int(state.counters.faults) == 1  # 5 tokens for a page of 4
+    check(state)
 
 
 def test_windows_are_fed_chunk_by_chunk():

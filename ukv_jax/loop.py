@@ -199,22 +199,27 @@ def prefill_chunk(
     delivery: Delivery = "table",
     implementation: str | None = None,
 ) -> tuple[PoolState, Generation]:
-    """Runs one right-padded chunk of each lane's prompt; pages must be reserved. Lanes of rows that are not ACTIVE are idle.
+    """Runs one right-padded chunk of each lane's prompt; pages must be reserved.
+
+    Lanes of rows that are not ACTIVE are idle, and so are those that name a row again. A chunk that has no room in its
+    row's pages changes nothing and counts as a fault.
 
     forward: `(params, tokens, cache) -> (logits of each row's last valid token [lanes, vocab] f32, cache)`.
     last: the chunk ends the lane's prompt: its first new token is sampled and the row starts decoding.
     """
-    inside = (rows >= 0) & (rows < state.layout.max_requests)
-    row = jnp.where(inside, rows, 0)
-    room = state.requests.page_count[row] * state.layout.page_size - state.requests.seq_len[row]
-    ready = inside & (state.requests.status[row] == ACTIVE) & (new_len > 0) & (new_len <= room)
-    new_len = jnp.where(ready, new_len, 0)
+    r = state.requests
+    own, row = requests.own_row(state, rows)
+    wanted = own & (r.status[row] == ACTIVE) & (new_len > 0)
+    room = r.page_count[row] * requests.tokens_per_page(state.layout) - r.seq_len[row]
+    ready = wanted & (new_len <= jnp.minimum(room, tokens.shape[1]))
+    state = pool.count(state, faults=jnp.sum(wanted & ~ready))
+    rows, new_len = jnp.where(ready, rows, -1), jnp.where(ready, new_len, 0)
     step = begin_step(
         state, rows, new_len, tokens=tokens.shape[1], delivery=delivery, implementation=implementation
     )
     logits, step = forward(params, tokens, step)
     state = replace(state, buffer=step.buffer)
-    state, _ = requests.append(state, jnp.where(ready, rows, -1), new_len, max_tokens=tokens.shape[1])
+    state, _ = requests.append(state, rows, new_len, max_tokens=tokens.shape[1])
     position = state.requests.seq_len[row]
     token, logprob = _sample(gen, row, logits, position)
     gen, ends = _emit(gen, rows, ready & last, token, logprob)

@@ -38,7 +38,7 @@ def _ceil(tokens, layout: PoolLayout):
     return (tokens + (tokens_per_page(layout) - 1)) // tokens_per_page(layout)
 
 
-def _row(
+def own_row(
     state: PoolState, rows: Int32[Array, " lanes"]
 ) -> tuple[Bool[Array, " lanes"], Int32[Array, " lanes"]]:
     """Which lanes name a row of their own, and the row, with a harmless one in the other lanes.
@@ -79,7 +79,7 @@ class _Demand(NamedTuple):
 
 def _demand(state: PoolState, rows, target_len, pages_per_row: int) -> _Demand:
     layout, r = state.layout, state.requests
-    inside, row = _row(state, rows)
+    inside, row = own_row(state, rows)
     asked = (rows != UNBOUND) & (target_len > 0)
     servable = (r.status[row] == FREE) | (r.status[row] == ACTIVE)
     # Bounded before the ceiling, so that no target overflows.
@@ -218,7 +218,7 @@ def append(
     than the row has pages for.
     """
     layout, r = state.layout, state.requests
-    inside, row = _row(state, rows)
+    inside, row = own_row(state, rows)
     start = r.seq_len[row]
     room = r.page_count[row] * tokens_per_page(layout) - start
     asked = (rows != UNBOUND) & (tokens != 0)
@@ -242,7 +242,7 @@ def append(
 def _change_status(
     state: PoolState, rows, source: tuple[int, ...], target: int
 ) -> tuple[PoolState, Bool[Array, " lanes"]]:
-    inside, row = _row(state, rows)
+    inside, row = own_row(state, rows)
     status = state.requests.status
     ok = inside & jnp.isin(status[row], jnp.array(source, jnp.int32))
     state = replace(state, requests=replace(state.requests, status=_set(status, row, ok, target)))
@@ -343,7 +343,7 @@ def attach(
     layout, r = state.layout, state.requests
     if pages.shape[1] > layout.max_pages:
         raise ValueError(f"pages has {pages.shape[1]} columns, a request row has {layout.max_pages}")
-    inside, row = _row(state, rows)
+    inside, row = own_row(state, rows)
     held = jnp.cumsum(pages == UNBOUND, axis=1) == 0
     n = jnp.sum(held, axis=1).astype(jnp.int32)
     i = layout.index(layout.full.name)
@@ -416,7 +416,7 @@ def rebind_window(
       pages_per_row: static bound of the columns one row regains in one sub-pool; more is a fault.
     """
     layout = state.layout
-    inside, row = _row(state, rows)
+    inside, row = own_row(state, rows)
     active = inside & (state.requests.status[row] == ACTIVE)
     asked = rows != UNBOUND
     lanes = rows.shape[0]
