@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 
-from tools import golden, make_golden_falcon_h1, make_golden_qwen3_5
+from tools import golden, make_golden_falcon_h1, make_golden_gemma4, make_golden_gpt_oss, make_golden_qwen3_5
 
 VOCAB, STEPS = 96, 24
 Sampled = tuple[torch.nn.Module, Callable, Callable]  # model, special values, its layers
@@ -109,7 +109,75 @@ def falcon_h1(rng: np.random.Generator) -> Sampled:
     )
 
 
-FAMILIES: dict[str, Callable[[np.random.Generator], Sampled]] = {"falcon_h1": falcon_h1, "qwen3_5": qwen3_5}
+def gpt_oss(rng: np.random.Generator) -> Sampled:
+    """At least one full layer. No window of 1: transformers 5.24 then decodes with the whole cache."""
+    pick = lambda *values: values[rng.integers(len(values))]
+    kinds = ["sliding_attention", "full_attention"]
+    types = rng.permutation(["full_attention", *(pick(*kinds) for _ in range(pick(0, 1, 2)))]).tolist()
+    kv_heads = pick(1, 2, 3)
+    rope = {"rope_type": "default", "rope_theta": pick(100.0, 1e4, 1.5e5)}
+    if pick(0, 1):
+        factor = pick(2.0, 8.0)
+        yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": int(1024 / factor)}
+        rope |= yarn | {"truncate": bool(pick(0, 1)), "beta_fast": pick(8.0, 32.0), "beta_slow": 1.0}
+    config = transformers.GptOssConfig(
+        vocab_size=VOCAB,
+        hidden_size=pick(24, 40, 48),
+        intermediate_size=pick(8, 20, 32),
+        num_hidden_layers=len(types),
+        layer_types=types,
+        sliding_window=pick(2, 7, 32, 100),
+        num_attention_heads=kv_heads * pick(1, 2, 8),
+        num_key_value_heads=kv_heads,
+        head_dim=pick(8, 16, 32),
+        num_local_experts=pick(4, 7),
+        num_experts_per_tok=pick(1, 2, 4),
+        swiglu_limit=pick(1.0, 7.0),
+        tie_word_embeddings=bool(pick(0, 1)),
+        max_position_embeddings=1024,
+        rope_parameters=rope,
+        eos_token_id=1,
+    )
+    return transformers.GptOssForCausalLM(config), make_golden_gpt_oss.special, lambda m: m.model.layers
+
+
+def gemma4(rng: np.random.Generator) -> Sampled:
+    """Ends in a full layer; caches are shared where both kinds come early enough."""
+    pick = lambda *values: values[rng.integers(len(values))]
+    types = [pick("sliding_attention", "full_attention") for _ in range(pick(0, 1, 3))] + ["full_attention"]
+    shared = pick(0, 1, 2)
+    if set(types) != set(types[: len(types) - shared]):
+        shared = 0
+    kv_heads, width = pick(1, 2), pick(0, 8)
+    config = transformers.Gemma4TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=pick(24, 40, 48),
+        intermediate_size=pick(20, 64),
+        num_hidden_layers=len(types),
+        layer_types=types,
+        sliding_window=pick(2, 7, 32, 100),
+        num_attention_heads=2 * kv_heads * pick(1, 2),
+        num_key_value_heads=kv_heads,
+        head_dim=pick(8, 16),
+        global_head_dim=pick(8, 32),
+        num_global_key_value_heads=pick(1, 2),
+        attention_k_eq_v=bool(pick(0, 1)),
+        num_kv_shared_layers=shared,
+        use_double_wide_mlp=bool(pick(0, 1)),
+        hidden_size_per_layer_input=width,
+        vocab_size_per_layer_input=VOCAB,
+        final_logit_softcapping=pick(None, 10.0),
+        max_position_embeddings=1024,
+    )
+    return transformers.Gemma4ForCausalLM(config), make_golden_gemma4.special, lambda m: m.model.layers
+
+
+FAMILIES: dict[str, Callable[[np.random.Generator], Sampled]] = {
+    "falcon_h1": falcon_h1,
+    "gemma4": gemma4,
+    "gpt_oss": gpt_oss,
+    "qwen3_5": qwen3_5,
+}
 
 
 def main() -> None:

@@ -46,6 +46,10 @@ def write(
         (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
         blocks += [("scale", 2 * layer, k_scale), ("scale", 2 * layer + 1, v_scale)]
     k, v = k.astype(spec.dtype).reshape(tokens, -1), v.astype(spec.dtype).reshape(tokens, -1)
+    if (
+        spec.dtype == "float8_e4m3fn"
+    ):  # as bytes: XLA for GPU widens an fp8 scatter, and with it the whole pool
+        k, v = views.to_bytes(k), views.to_bytes(v)
     if _one_row(spec):
         blocks.append(("kv", layer, jnp.concatenate([k, v], axis=-1)))
     else:

@@ -141,6 +141,8 @@ def _of_full_layers(reader: ConfigReader, mixers: tuple[str, ...], k_is_v: bool)
         fields = {"head_dim": head_dim, "num_key_value_heads": kv_heads if k_is_v else None}
         return {name: value for name, value in fields.items() if value is not None}
     full = [str(i) for i, mixer in enumerate(mixers) if mixer == "gqa"]
+    if not by_layer:  # full layers are like the others: head_dim and num_key_value_heads are theirs too
+        return {"head_dim": reader.positive("head_dim")}
     values = list(by_layer.values())
     if sorted(by_layer) != sorted(full) or any(v != values[0] for v in values):
         raise reader.fail(
