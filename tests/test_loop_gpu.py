@@ -40,7 +40,11 @@ def generate(model, layout, delivery, implementation=None):
 
 
 def unified(model, pages):
-    slots = next(s for s in UnifiedLayout.from_tokens(model.specs, tokens=512, requests=8, **limits()).subpools if s.is_state)
+    slots = next(
+        s
+        for s in UnifiedLayout.from_tokens(model.specs, tokens=512, requests=8, **limits()).subpools
+        if s.is_state
+    )
     full = UnifiedLayout.from_tokens(model.specs, tokens=512, requests=8, **limits()).full
     return UnifiedLayout.from_bytes(
         model.specs, total_bytes=slots.page_bytes * 10 + full.page_bytes * pages, **LIMITS

@@ -260,7 +260,7 @@ class Engine:
         delivery: Delivery = "table",
         implementation: str | None = None,
     ):
-        least = dict(max_new_tokens=1, prefill_lanes=1, prefill_chunk=1, steps=2, headroom=0, stops=1)
+        least = dict(max_new_tokens=1, prefill_lanes=1, prefill_chunk=1, steps=1, headroom=0, stops=1)
         given = (max_new_tokens, prefill_lanes, prefill_chunk, steps, headroom, stops)
         for (name, low), value in zip(least.items(), given):
             if value < low:

@@ -31,11 +31,12 @@ Forward = Callable[..., tuple[Float[Array, "rows vocab"], Any]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Generation:
-    """What each request row wants and has made. All arrays have one row a request row.
+    """What each request row wants and has made. All arrays but `short` have one row a request row.
 
     next_token: sampled, its KV not yet written. tokens, logprobs: the tokens made so far, `made` of them valid.
     finish: RUNNING, STOPPED (an eos or stop id) or LENGTH. decoding: the row takes part in decode steps.
     max_new: tokens to make. stop_ids: -1 = unused. park: keep the pages when it ends. stalls: steps waited for a page.
+    short: the last decode step stalled a lane, so the next one makes room first.
     """
 
     next_token: Int32[Array, " max_requests"]
@@ -52,6 +53,7 @@ class Generation:
     top_p: Float[Array, " max_requests"]
     seed: Int32[Array, " max_requests"]
     stalls: Int32[Array, " max_requests"]
+    short: Bool[Array, ""]
 
 
 def init_generation(layout: PoolLayout, *, max_new_tokens: int, stops: int = 4) -> Generation:
@@ -76,6 +78,7 @@ def init_generation(layout: PoolLayout, *, max_new_tokens: int, stops: int = 4) 
         top_p=full(1.0, jnp.float32),
         seed=full(0),
         stalls=full(0),
+        short=jnp.bool_(False),
     )
 
 
@@ -250,14 +253,14 @@ def decode_step(
     params: Any,
     state: PoolState,
     gen: Generation,
-    short: Bool[Array, ""],
     *,
     delivery: Delivery = "table",
     implementation: str | None = None,
 ) -> tuple[PoolState, Generation, StepReport]:
     """One token for every decoding row that has room.
 
-    short: the step before stalled a lane, so make room first (bounded by the layout's move_bytes).
+    If the step before stalled a lane (`gen.short`, also across dispatches), it makes room first, bounded by the layout's
+    move_bytes.
     """
     layout = state.layout
     rows = jnp.arange(layout.max_requests, dtype=jnp.int32)
@@ -269,7 +272,7 @@ def decode_step(
         return compaction.relieve(state, requests.demand(state, rows, target, pages_per_row=1))
 
     state = replace(state, buffer=lax.optimization_barrier(state.buffer))
-    state, progress = lax.cond(short, make_room, lambda s: (s, jnp.int32(0)), state)
+    state, progress = lax.cond(gen.short, make_room, lambda s: (s, jnp.int32(0)), state)
     released = requests.pending(state)
     state = requests.release_pending(state, max_pages=PENDING_PAGES)
     state, dropped = requests.release_window(state, max_pages=layout.max_requests)
@@ -284,7 +287,7 @@ def decode_step(
     state, _ = requests.append(state, jnp.where(ready, rows, -1), new_len, max_tokens=1)
     token, logprob = _sample(gen, rows, logits, state.requests.seq_len)
     stalled = active & ~ready
-    gen = replace(gen, stalls=gen.stalls + stalled)
+    gen = replace(gen, stalls=gen.stalls + stalled, short=jnp.any(stalled))
     gen, ends = _emit(gen, rows, ready, token, logprob)
     state = _end(state, gen, rows, ends)
     return state, gen, StepReport(jnp.sum(active), jnp.sum(stalled), progress)
@@ -319,17 +322,17 @@ def decode_loop(
     )
 
     def running(carry):
-        _, gen, step, _, starved, _ = carry
+        _, gen, step, starved, _ = carry
         return (step < limit) & ~starved & jnp.any(gen.decoding)
 
     def body(carry):
-        state, gen, step, short, _, history = carry
-        before = state.counters.moved
+        state, gen, step, _, history = carry
+        before, tried = state.counters.moved, gen.short
         state, gen, report = decode_step(
-            forward, params, state, gen, short, delivery=delivery, implementation=implementation
+            forward, params, state, gen, delivery=delivery, implementation=implementation
         )
         # Room is made in the step after a shortage, so only a step that tried it can tell that nothing helps.
-        starved = short & (report.active > 0) & (report.stalled == report.active) & (report.progress == 0)
+        starved = tried & (report.active > 0) & (report.stalled == report.active) & (report.progress == 0)
         starved &= ~requests.pending(state)
         live = jnp.stack([_live_pages(layout, i, p) for i, p in enumerate(state.subpools)])
         holes = jnp.stack([p.hole_count for p in state.subpools])
@@ -340,10 +343,10 @@ def decode_loop(
             history.stalled.at[step].set(report.stalled),
             history.moved.at[step].set(state.counters.moved - before),
         )
-        return state, gen, step + 1, report.stalled > 0, starved, history
+        return state, gen, step + 1, starved, history
 
-    state, gen, steps, _, starved, history = lax.while_loop(
-        running, body, (state, gen, jnp.int32(0), jnp.bool_(False), jnp.bool_(False), history)
+    state, gen, steps, starved, history = lax.while_loop(
+        running, body, (state, gen, jnp.int32(0), jnp.bool_(False), history)
     )
     return state, gen, LoopResult(steps, starved, history)
 

@@ -25,6 +25,7 @@ from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, st
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
 
+MAX_S_Q = 8  # queries a row: one, or a draft to verify; longer chunks are `mla_prefill` work
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
 GROUP = 128  # columns of a box of V; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
 SLOTS = 3  # of the ring for the columns behind V, and for P
@@ -105,7 +106,11 @@ def mla_decode_mosaic(
 
 
 def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
-    qk_width = q.shape[-1]
+    s_q, qk_width = q.shape[1], q.shape[-1]
+    if s_q > MAX_S_Q:
+        raise NotImplementedError(
+            f"made for decode and for drafts of at most {MAX_S_Q} queries a row, got {s_q}"
+        )
     if isinstance(source, TokenStream):
         raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
