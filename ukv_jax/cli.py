@@ -162,8 +162,8 @@ def generate(args: argparse.Namespace) -> int:
             raise ValueError(f"--bos: {args.model} names no bos_token_id")
         ids = [[config.bos_token_id, *p] for p in ids]
     tokens = [len(p) + args.max_new_tokens for p in ids]
-    rows = args.max_requests or min(len(ids), 64)
-    longest = args.context or max(tokens)
+    rows = min(len(ids), 64) if args.max_requests is None else args.max_requests
+    longest = max(tokens) if args.context is None else args.context
     layout = _layout(
         cache_specs(config, dtype), args.pool, args.pool_bytes, tokens, args.page_size, rows, longest
     )
