@@ -337,8 +337,9 @@ def attach(
 
     pages: virtual pages in columns 0, 1, ..., -1 behind the last. seq_len: tokens that those pages hold, which must fill
     them: the row's next token goes to a page of its own, never into a shared one. Window sub-pools are not held yet
-    (`rebind_window`), and a state slot comes with the next `reserve`. Faults, which change nothing for that row: a row
-    that is not FREE, a page that is dead or named twice, a length that is not that of whole pages.
+    (`rebind_window`). A state slot comes with the next `reserve`, cleared: recurrent state is not shared with the pages, so
+    where a model has any the caller must write the prefix's own before it decodes. Faults, which change nothing for that
+    row: a row that is not FREE, a page that is dead or named twice, a length that is not that of whole pages.
     """
     layout, r = state.layout, state.requests
     if pages.shape[1] > layout.max_pages:
