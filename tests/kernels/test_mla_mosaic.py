@@ -109,7 +109,8 @@ GOOD = dict(
             {"q": shape((2, 1, 16, 192), "bfloat16"), "row_width": 192, "v_width": 128},
             "v_width must be 256 or 512, got 128",
         ),
-        ({"q": shape((2, 100, 128, 576), "bfloat16")}, "needs 200 blocks a row, more than 132"),
+        ({"q": shape((2, 9, 16, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
+        ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
         ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
     ],
 )
