@@ -169,6 +169,7 @@ def step_program(layout, implementation="xla"):
         return forward(params, CONFIG, tokens, cache, last_only=True)
 
     def step(params, state, gen):
+        gen = replace(gen, short=jnp.bool_(False))  # known to the compiler, which drops the branch
         return loop.decode_step(model, params, state, gen, implementation=implementation)
 
     return compile_for(step, abstract_params(CONFIG, jnp.bfloat16), state, gen, donate=(1, 2))
