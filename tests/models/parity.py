@@ -77,3 +77,18 @@ def run(name: str, make_cache, dtype: str = "float32") -> Run:
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
     """max |difference| / max |expected|"""
     return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def check_run(found: Run, golden: dict[str, np.ndarray]) -> None:
+    """Float32 logits, layer outputs and greedy logits within 1e-4 of the golden ones, greedy tokens equal."""
+    assert relative(found.logits, golden["logits"]) <= 1e-4
+    for i, expected in enumerate(golden["hidden"]):
+        assert relative(found.hidden[i][golden["positions"]], expected) <= 1e-4, f"layer {i}"
+    np.testing.assert_array_equal(found.greedy, golden["greedy"])
+    assert relative(found.greedy_logits, golden["greedy_logits"]) <= 1e-4
+
+
+def check_same_bits(found: Run, expected: Run) -> None:
+    """Every number of two runs is the same, to the last bit."""
+    for name in ("logits", "hidden", "greedy", "greedy_logits"):
+        assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name

@@ -42,19 +42,12 @@ def test_the_data_spans_pages_and_windows_and_has_no_ties(model):
 
 @pytest.mark.parametrize(("model", "kind"), RUNS)
 def test_logits_layers_and_tokens(model, kind):
-    golden, found = parity.load_golden(model), run(model, kind)
-    for i, expected in enumerate(golden["hidden"]):
-        assert parity.relative(found.hidden[i][golden["positions"]], expected) <= 1e-4, f"layer {i}"
-    assert parity.relative(found.logits, golden["logits"]) <= 1e-4
-    np.testing.assert_array_equal(found.greedy, golden["greedy"])
-    assert parity.relative(found.greedy_logits, golden["greedy_logits"]) <= 1e-4
+    parity.check_run(run(model, kind), parity.load_golden(model))
 
 
 @pytest.mark.parametrize("kind", [k for k in CACHES if k.startswith("unified")])
 def test_unified_pools_equal_the_static_one_bit_for_bit(kind):
-    found, expected = run("gemma4", kind), run("gemma4", "static-table")
-    for name in ("logits", "hidden", "greedy", "greedy_logits"):
-        assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+    parity.check_same_bits(run("gemma4", kind), run("gemma4", "static-table"))
 
 
 def test_layers_that_share_a_cache():

@@ -43,19 +43,12 @@ def test_the_data_spans_pages_and_windows_and_has_no_ties():
 
 @pytest.mark.parametrize("kind", CACHES)
 def test_logits_layers_and_tokens(kind):
-    golden, found = parity.load_golden("gpt_oss"), run(kind)
-    assert parity.relative(found.logits, golden["logits"]) <= 1e-4
-    for i, expected in enumerate(golden["hidden"]):
-        assert parity.relative(found.hidden[i][golden["positions"]], expected) <= 1e-4, f"layer {i}"
-    np.testing.assert_array_equal(found.greedy, golden["greedy"])
-    assert parity.relative(found.greedy_logits, golden["greedy_logits"]) <= 1e-4
+    parity.check_run(run(kind), parity.load_golden("gpt_oss"))
 
 
 @pytest.mark.parametrize("kind", [k for k in CACHES if k.startswith("unified")])
 def test_unified_pools_equal_the_static_one_bit_for_bit(kind):
-    found, expected = run(kind), run("static-table")
-    for name in ("logits", "hidden", "greedy", "greedy_logits"):
-        assert getattr(found, name).tobytes() == getattr(expected, name).tobytes(), name
+    parity.check_same_bits(run(kind), run("static-table"))
 
 
 # The published format.
