@@ -45,6 +45,7 @@ def mla_decode_triton(
             f"the Triton kernel serves V to 512 and K to 128 more, got {v_width}, {qk_width}"
         )
 
+    from pallas_kernels import paged_triton
     from pallas_kernels.mla_decode import triton_kernels
 
     columns = s_q * heads
@@ -75,6 +76,8 @@ def mla_decode_triton(
     deal: dict[str, Any] = {
         "ROWS": rows,
         "ROWS_P2": _power_of_two(rows),
+        "S_Q": s_q,
+        "HEADS": heads,
         "COLS": tile["COLS"],
         "GROUPS": groups,
         "SLICES": slices,
@@ -101,8 +104,6 @@ def mla_decode_triton(
         num_warps=tile["WARPS"],
         num_stages=tile["STAGES"],
         **deal,
-        S_Q=s_q,
-        HEADS=heads,
         STAGES=tile["STAGES"],
         QK=qk_width,
         ROPE_P2=0 if qk_width == v_width else max(16, _power_of_two(qk_width - v_width)),
@@ -118,7 +119,7 @@ def mla_decode_triton(
     v_tile, chunk = (128, 2) if rows * groups >= device.core_count() else (32, 8)
     v_tile = min(v_tile, deal["V_P2"])
     out, lse = triton_call(
-        triton_kernels.merge,
+        paged_triton.merge,
         [indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
         update=[out, lse],
         grid=(rows, groups, deal["V_P2"] // v_tile),
@@ -126,7 +127,8 @@ def mla_decode_triton(
         num_warps=4,
         num_stages=1,
         **deal,
-        COLUMNS=columns,
+        KV_HEADS=1,
+        REACH=0,
         V_TILE=v_tile,
         CHUNK=chunk,
     )
