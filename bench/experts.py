@@ -16,8 +16,8 @@ from ukv_jax.models.experts import EXPERTS
 
 EXPERTS_COUNT, HIDDEN, SIZE, CHOICES = 256, 2304, 1024, 8
 EXPERT_BYTES = 3 * HIDDEN * SIZE * 2
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048, 8192)
-GATHER_UP_TO = 64  # tokens
+TOKENS = (1, 4, 8, 16, 32, 64, 256, 2048, 8192)
+GATHER_UP_TO = 32  # tokens
 
 
 @jax.jit

@@ -107,6 +107,7 @@ def test_no_copy_of_the_pool_on_a_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large pools")
 def test_pool_past_2_to_the_32_bytes():
     """Pages on both sides of 2^32 bytes, moved across it; the rest of the pool stays."""
     page = 27 * 64 * 1152

@@ -61,7 +61,7 @@ def route_by_hand(x, router, bias, c):
 )
 def test_routing(changes):
     c, r = config(**changes), random()
-    chosen, weights = moe.route(*map(jnp.asarray, (r["x"], r["router"], r["router_bias"])), c)
+    chosen, weights, _ = moe.route(*map(jnp.asarray, (r["x"], r["router"], r["router_bias"])), c)
     expected_chosen, expected_weights = route_by_hand(r["x"], r["router"], r["router_bias"], c)
     np.testing.assert_array_equal(chosen, expected_chosen)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-5)
@@ -131,12 +131,12 @@ def test_all_tokens_on_one_expert(name):
 
 @pytest.mark.deviceless
 @requires_plugin
-@pytest.mark.parametrize("tokens", [1, 8, 64, 2048])
+@pytest.mark.parametrize("tokens", [1, 16, 64, 2048])
 def test_the_preferred_implementation_makes_no_dense_product(tokens):
     """At the sizes of Kimi-Linear-48B, compiled for an H200: 256 experts on every token would be 1 MB a token."""
 
     def program(x, chosen, weights, gate_up, down):
-        assert preferred(chosen.size) == ("gather" if tokens <= 8 else "grouped")
+        assert preferred(chosen.size) == ("gather" if tokens <= 16 else "grouped")
         return IMPLEMENTATIONS[preferred(chosen.size)](x, chosen, weights, gate_up, down)
 
     compiled = compile_for(
@@ -147,8 +147,8 @@ def test_the_preferred_implementation_makes_no_dense_product(tokens):
         shape((256, 2048, 2304), "bfloat16"),
         shape((256, 2304, 1024), "bfloat16"),
     )
-    if tokens <= 8:
-        assert compiled.temp_bytes < 128 << 10 << 3
+    if tokens <= 16:
+        assert compiled.temp_bytes < tokens * (128 << 10)
     else:
         slots = tokens * 8 + 256 * (64 if tokens == 64 else 128)
         assert compiled.temp_bytes < 4 * slots * (2304 + 2048)

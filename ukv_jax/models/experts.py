@@ -88,9 +88,9 @@ def gather(
 
 
 EXPERTS: dict[str, ExpertsFn] = {"ragged_dot": ragged_dot, "grouped": grouped, "gather": gather}
-# Pairs of token and expert up to which reading an expert once for each pair should beat sorting the pairs. An estimate:
-# no GPU has timed the two (`python -m bench experts`).
-FEW_PAIRS = 64
+# Pairs of token and expert up to which reading an expert once for each pair beats sorting the pairs. Measured on an
+# H200 (bench/results/h200/experts.json): 437 against 466 us at 128 pairs, 862 against 700 at 256.
+FEW_PAIRS = 128
 
 
 def preferred(pairs: int) -> str:
