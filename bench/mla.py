@@ -1,13 +1,16 @@
 """Paged MLA decode in bf16: against the floor, and against FlashMLA and SGLang's Triton kernel where they are installed.
 
 Rows of 576 (512 + 64) in pages of 64 tokens, placed at random; every unused slot is NaN and the tails of the tables hold
-an absurd id. Each candidate is checked against float32 before it is timed. The floor is the larger of bytes / 4.35 TB/s
-and FLOPs / 790 TFLOP/s, the rates that a copy and a large matrix product reach on an H200; bytes are the KV rows, q and
-out, FLOPs 2 * heads * (576 + 512) a token. A name after a shape is a model that has it: its heads on one GPU.
+an absurd id. The forms that name single tokens (page size 1) read each request's tokens in random order. Each candidate is
+checked against float32 before it is timed. The floor is the larger of bytes / 4.35 TB/s and FLOPs / 790 TFLOP/s, the rates
+that a copy and a large matrix product reach on an H200; bytes are the KV rows, q and out, FLOPs 2 * heads * (576 + 512) a
+token. Ours contain their schedule; FlashMLA, which schedules once a step for all layers, is timed without its schedule
+kernel and with it.
 """
 
 import importlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,189 +21,289 @@ import numpy as np
 
 from bench import timing
 from pallas_kernels.mla_decode import mla_decode
-from pallas_kernels.read_source import PageTable, VirtualPages
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
 PAGE_SIZE, ROW, VALUE = 64, 576, 512
 SM_SCALE = 192**-0.5
 BYTES_PER_S, FLOPS_PER_S = 4.35e12, 790e12
 ABSURD = 2**31 - 8
+TOLERANCE = 3e-3
 OPTIONS = dict(kv_dtype=jnp.bfloat16, row_width=ROW, v_width=VALUE, sm_scale=SM_SCALE)
-# (rows, heads, context, lengths drawn from [context / 4, context], what has this shape)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decode batch. `model` has such heads on one GPU."""
+
+    rows: int
+    heads: int
+    context: int
+    varied: bool  # lengths drawn from [context / 4, context]
+    model: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.heads}x{self.context}{'v' if self.varied else ''}"
+
+
+KIMI, K2, V2_LITE, V3 = "Kimi-Linear-48B", "Kimi-K2 over 2 GPUs", "DeepSeek-V2-Lite", "DeepSeek-V3"
 SHAPES = [
-    (1, 32, 8192, False, "Kimi-Linear-48B"),
-    (1, 32, 131072, False, "Kimi-Linear-48B"),
-    (8, 32, 8192, False, "Kimi-Linear-48B"),
-    (8, 32, 32768, False, "Kimi-Linear-48B"),
-    (32, 32, 8192, False, "Kimi-Linear-48B"),
-    (64, 32, 8192, True, "Kimi-Linear-48B"),
-    (128, 32, 4096, False, "Kimi-Linear-48B"),
-    (128, 32, 8192, True, "Kimi-Linear-48B"),
-    (256, 32, 8192, True, "Kimi-Linear-48B"),
-    (64, 16, 8192, True, "DeepSeek-V3 over 8 GPUs; DeepSeek-V2-Lite"),
-    (64, 64, 8192, True, "Kimi-K2"),
-    (128, 128, 4096, False, "DeepSeek-V3"),
-    (32, 128, 8192, True, "DeepSeek-V3"),
-    (1, 128, 131072, False, "DeepSeek-V3"),
-]
-# Beside the reference shapes, so that nothing is tuned to them alone.
-MORE_SHAPES = [
-    (4, 16, 16384, False, "DeepSeek-V2-Lite"),
-    (16, 32, 65536, True, "Kimi-Linear-48B"),
-    (48, 24, 6000, True, ""),
-    (200, 32, 3000, True, "Kimi-Linear-48B"),
-    (24, 64, 30000, True, "Kimi-K2"),
-    (100, 128, 5000, True, "DeepSeek-V3"),
+    Shape(1, 32, 8192, False, KIMI),
+    Shape(1, 32, 131072, False, KIMI),
+    Shape(8, 32, 8192, False, KIMI),
+    Shape(8, 32, 32768, False, KIMI),
+    Shape(32, 32, 8192, False, KIMI),
+    Shape(64, 32, 8192, True, KIMI),
+    Shape(128, 32, 4096, False, KIMI),
+    Shape(128, 32, 8192, True, KIMI),
+    Shape(256, 32, 8192, True, KIMI),
+    Shape(64, 16, 8192, True, "DeepSeek-V3 over 8 GPUs; DeepSeek-V2-Lite"),
+    Shape(64, 64, 8192, True, K2),
+    Shape(128, 128, 4096, False, V3),
+    Shape(32, 128, 8192, True, V3),
+    Shape(1, 128, 131072, False, V3),
+    # Beside the shapes that the kernels were tuned at.
+    Shape(4, 16, 16384, False, V2_LITE),
+    Shape(16, 32, 16384, False, KIMI),
+    Shape(16, 32, 65536, True, KIMI),
+    Shape(200, 32, 3000, True, KIMI),
+    Shape(48, 24, 6000, True),
+    Shape(96, 48, 6144, True),
+    Shape(24, 64, 30000, True, K2),
+    Shape(48, 128, 2048, False, V3),
+    Shape(100, 128, 5000, True, V3),
 ]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A decode batch on the device. `pages` are physical; virtual pages name them through `v2p`."""
+    """A batch's ids on the host. `entries` are physical pages; virtual pages name them through `v2p`."""
 
-    q: jax.Array  # bf16 [rows, 1, heads, 576]
-    pool: jax.Array  # uint8
-    table: jax.Array  # int32 [rows, width]: entries of one layer a page
-    virtual: VirtualPages
-    lengths: np.ndarray
-    entries: np.ndarray
+    shape: Shape
+    lengths: np.ndarray  # [rows]
+    entries: np.ndarray  # int32 [rows, width]
+    virtual: np.ndarray  # int32 [rows, width]
+    v2p: np.ndarray  # int32 [pages + 1]
+    row_ids: np.ndarray
+    slots: np.ndarray  # int32 [pages]: live rows of each page
 
     @staticmethod
-    def draw(rows: int, heads: int, context: int, varied: bool, seed: int = 0) -> "Batch":
-        rng = np.random.default_rng(seed)
-        lengths = rng.integers(context // 4, context + 1, rows) if varied else np.full(rows, context)
+    def draw_lengths(shape: Shape, seed: int = 0) -> np.ndarray:
+        if not shape.varied:
+            return np.full(shape.rows, shape.context)
+        return np.random.default_rng(seed).integers(shape.context // 4, shape.context + 1, shape.rows)
+
+    @staticmethod
+    def draw(shape: Shape, num_pages: int, seed: int = 0) -> "Batch":
+        lengths = Batch.draw_lengths(shape, seed)
+        rng = np.random.default_rng(seed + 1)
         columns = -(-lengths // PAGE_SIZE)
-        total = int(columns.sum())
-        num_pages = total + total // 10 + 2
         order = (rng.permutation(num_pages - 1) + 1).astype(np.int32)
-        entries = np.full((rows, int(columns.max()) + 1), ABSURD, np.int32)
-        slots = np.full(num_pages, 0, np.int32)  # live rows of each page
+        entries = np.full((shape.rows, int(columns.max()) + 1), ABSURD, np.int32)
+        slots = np.zeros(num_pages, np.int32)
         v2p = np.concatenate([[0], rng.permutation(num_pages - 1) + 1, [-1]]).astype(np.int32)
         p2v = np.argsort(v2p[:-1]).astype(np.int32)
         virtual = np.full_like(entries, -7)
         taken = 0
-        for b in range(rows):
-            mine = order[taken : taken + columns[b]]
-            taken += columns[b]
-            entries[b, : columns[b]], virtual[b, : columns[b]] = mine, p2v[mine]
+        for b, count in enumerate(columns):
+            mine = order[taken : taken + count]
+            taken += count
+            entries[b, :count], virtual[b, :count] = mine, p2v[mine]
             slots[mine] = PAGE_SIZE
-            slots[mine[-1]] = lengths[b] - (columns[b] - 1) * PAGE_SIZE
-        pool = _draw_pool(jax.random.key(seed), jnp.asarray(slots))
-        q = jax.random.normal(jax.random.key(seed + 1), (rows, 1, heads, ROW), jnp.bfloat16)
-        kv_start, kv_end = jnp.zeros(rows, jnp.int32), jnp.asarray(lengths, jnp.int32)
-        row_ids = rng.permutation(rows).astype(np.int32)
-        requests = np.empty_like(virtual)
-        requests[row_ids] = virtual
-        source = VirtualPages(
-            jnp.asarray(requests), jnp.asarray(row_ids), jnp.asarray(v2p), kv_start, kv_end,
-            page_size=PAGE_SIZE, blocks_per_page=1,
-        )  # fmt: skip
-        return Batch(q, pool, jnp.asarray(entries), source, lengths, entries)
+            slots[mine[-1]] = lengths[b] - (count - 1) * PAGE_SIZE
+        return Batch(
+            shape, lengths, entries, virtual, v2p, rng.permutation(shape.rows).astype(np.int32), slots
+        )
 
     @property
     def tokens(self) -> int:
         return int(self.lengths.sum())
 
     @property
-    def kv_bytes(self) -> int:
-        return 2 * ROW * self.tokens
-
-    @property
     def bytes(self) -> int:
-        return self.kv_bytes + 2 * self.q.shape[0] * self.q.shape[2] * (ROW + VALUE)
+        return 2 * ROW * self.tokens + 2 * self.shape.rows * self.shape.heads * (ROW + VALUE)
 
     @property
     def flops(self) -> int:
-        return 2 * self.tokens * self.q.shape[2] * (ROW + VALUE)
+        return 2 * self.tokens * self.shape.heads * (ROW + VALUE)
 
     @property
     def floor_us(self) -> float:
         return max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
 
-    def check(self, name: str, out: Any) -> float:
-        """Largest relative error (norm of the difference over the norm) among some rows against float32 attention."""
-        rows = len(self.lengths)
-        worst = 0.0
-        for b in sorted({0, rows // 3, rows // 2, rows - 1}):
-            expected = _reference_row(self.q[b, 0], self.pool, self.table[b], int(self.lengths[b]))
-            got = jnp.asarray(np.asarray(out[b], np.float32).reshape(expected.shape))
-            worst = max(worst, float(jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)))
-        if not worst <= 3e-3:
-            raise AssertionError(f"{name}: relative error {worst:.3g} above 3e-3")
-        return worst
+    def token_ids(self, b: int) -> np.ndarray:
+        position = np.arange(self.lengths[b])
+        return self.entries[b, position // PAGE_SIZE] * PAGE_SIZE + position % PAGE_SIZE
+
+    def stream(self, shuffled: bool) -> np.ndarray:
+        """int32 token ids of all rows, in each row's order or in a random one."""
+        rng = np.random.default_rng(7)
+        rows = (self.token_ids(b) for b in range(self.shape.rows))
+        return np.concatenate([rng.permutation(ids) if shuffled else ids for ids in rows])
+
+    def sources(self) -> dict[str, ReadSource]:
+        """Name of a form -> the same rows of the pool, delivered in it."""
+        start = jnp.zeros(self.shape.rows, jnp.int32)
+        end = jnp.asarray(self.lengths, jnp.int32)
+        requests = np.empty_like(self.virtual)
+        requests[self.row_ids] = self.virtual
+        indptr = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
+        return {
+            "ours": PageTable(jnp.asarray(self.entries), start, end, page_size=PAGE_SIZE),
+            "ours, virtual ids": VirtualPages(
+                jnp.asarray(requests), jnp.asarray(self.row_ids), jnp.asarray(self.v2p), start, end,
+                page_size=PAGE_SIZE, blocks_per_page=1,
+            ),
+            "ours, page size 1": TokenStream(
+                jnp.asarray(self.stream(shuffled=True)), jnp.asarray(indptr), start, end, page_size=1
+            ),
+        }  # fmt: skip
+
+    def queries(self) -> jax.Array:
+        return jax.random.normal(jax.random.key(1), (self.shape.rows, 1, self.shape.heads, ROW), jnp.bfloat16)
 
 
 @jax.jit
-def _draw_pool(key, slots):
+def draw_pool(slots):
     """uint8 pool of blocks [64, 576] bf16, normal values in the first slots[page] rows of each page and NaN elsewhere."""
-    value = jax.random.normal(key, (len(slots), PAGE_SIZE, ROW), jnp.bfloat16)
+    value = jax.random.normal(jax.random.key(0), (len(slots), PAGE_SIZE, ROW), jnp.bfloat16)
     live = jnp.arange(PAGE_SIZE) < slots[:, None]
     value = jnp.where(live[..., None], value, jnp.nan)
     return jax.lax.bitcast_convert_type(value, jnp.uint8).reshape(-1)
 
 
+CHUNK = 8192
+
+
 @jax.jit
-def _reference_row(q, pool, entries, length):
-    """f32 attention of one row. The length is a run-time value, so that a batch compiles one program."""
-    blocks = jax.lax.bitcast_convert_type(pool.reshape(-1, 2), jnp.bfloat16).reshape(-1, PAGE_SIZE, ROW)
-    kv = blocks.at[entries].get(mode="clip").reshape(-1, ROW)
-    live = jnp.arange(len(kv)) < length
-    kv = jnp.where(live[:, None], kv, 0).astype(jnp.float32)
+def reference_row(q, pool, ids, length):
+    """f32 attention of one row: q [heads, 576], ids int32 [capacity], of which `length` count. One program for all rows."""
+    rows = jax.lax.bitcast_convert_type(pool.reshape(-1, 2), jnp.bfloat16).reshape(-1, ROW)
     dot = partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
-    scores = jnp.where(live, dot(q.astype(jnp.float32), kv.T) * SM_SCALE, -jnp.inf)
-    return dot(jax.nn.softmax(scores, axis=-1), kv[:, :VALUE])
+
+    def chunk(i, carry):
+        top, total, out = carry
+        at = i * CHUNK
+        kv = rows[jax.lax.dynamic_slice(ids, (at,), (CHUNK,))].astype(jnp.float32)
+        live = at + jnp.arange(CHUNK) < length
+        kv = jnp.where(live[:, None], kv, 0)
+        scores = jnp.where(live, dot(q.astype(jnp.float32), kv.T) * SM_SCALE, -jnp.inf)
+        new_top = jnp.maximum(top, scores.max(-1))
+        p, shrink = jnp.exp(scores - new_top[:, None]), jnp.exp(top - new_top)
+        return new_top, total * shrink + p.sum(-1), out * shrink[:, None] + dot(p, kv[:, :VALUE])
+
+    heads = q.shape[0]
+    empty = jnp.full(heads, -jnp.inf), jnp.zeros(heads), jnp.zeros((heads, VALUE))
+    _, total, out = jax.lax.fori_loop(0, (length + CHUNK - 1) // CHUNK, chunk, empty)
+    return out / total[:, None]
 
 
-def candidates(batch: Batch, peers: Any) -> dict[str, Callable[[], Any]]:
-    """Name -> call that launches the kernels of one decode and returns its output first."""
-    table = PageTable(batch.table, batch.virtual.kv_start, batch.virtual.kv_end, page_size=PAGE_SIZE)
-    calls: dict[str, Callable[[], Any]] = {}
-    for name, source in (("ours", table), ("ours, virtual ids", batch.virtual)):
-        run = jax.jit(
-            lambda q, pool, source: mla_decode(q, pool, source, 0, implementation="mosaic", **OPTIONS)
-        )
-        calls[name] = partial(run, batch.q, batch.pool, source)
-    if peers is None:
-        return calls
+class Reference:
+    """Expected outputs of some rows of a batch."""
+
+    def __init__(self, batch: Batch, q: jax.Array, pool: jax.Array, capacity: int, heads: int) -> None:
+        rows = batch.shape.rows
+        self.expected = {}
+        for b in sorted({0, rows // 3, rows // 2, rows - 1}):
+            ids = np.zeros(capacity, np.int32)
+            ids[: batch.lengths[b]] = batch.token_ids(b)
+            padded = jnp.pad(q[b, 0], ((0, heads - q.shape[2]), (0, 0)))
+            out = reference_row(padded, pool, jnp.asarray(ids), jnp.int32(batch.lengths[b]))
+            self.expected[b] = np.asarray(out)[: q.shape[2]]
+
+    def check(self, name: str, out: Any) -> float:
+        """Largest relative error of a row: norm of the difference over the norm. out: [rows, ..., heads, 512]."""
+        worst = 0.0
+        for b, expected in self.expected.items():
+            got = np.asarray(out[b], np.float32).reshape(expected.shape)
+            error = float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+            worst = max(worst, error if np.isfinite(error) else np.inf)
+        if not worst <= TOLERANCE:
+            raise AssertionError(f"{name}: relative error {worst:.3g} above {TOLERANCE}")
+        return worst
+
+
+def compiled(arguments: tuple[Any, ...], single_tokens: bool) -> tuple[Callable[..., Any], str]:
+    """The compiled call for abstract (q, pool, source), and the implementation: by pages Mosaic's; by tokens Mosaic's too
+    if it takes them."""
+    for implementation in ("mosaic", "triton") if single_tokens else ("mosaic",):
+        call = jax.jit(partial(mla_decode, block_offset=0, implementation=implementation, **OPTIONS))
+        try:
+            return call.lower(*arguments).compile(), implementation
+        except NotImplementedError:
+            if not single_tokens or implementation == "triton":
+                raise
+    raise AssertionError("unreachable: the last implementation returns or raises")
+
+
+def peer_calls(batch: Batch, q: jax.Array, pool: jax.Array, peers: Any) -> dict[str, Callable[[], Any]]:
     torch = importlib.import_module("torch")
+    q, lengths, entries = (
+        peers.as_torch(x) for x in (q, jnp.asarray(batch.lengths, jnp.int32), jnp.asarray(batch.entries))
+    )
+    heads = batch.shape.heads
+    cache = peers.as_torch(pool).view(torch.bfloat16).view(-1, PAGE_SIZE, ROW)
+    plan = peers.flash_mla_metadata(lengths, heads)
 
-    q, lengths, entries = (peers.as_torch(x) for x in (batch.q, table.kv_end, batch.table))
-    cache = peers.as_torch(batch.pool).view(torch.bfloat16).view(-1, PAGE_SIZE, ROW)
-    plan = peers.flash_mla_metadata(lengths, q.shape[2])
-    calls["FlashMLA"] = lambda: peers.flash_mla(q, cache, entries, lengths, SM_SCALE, plan)
-    calls["FlashMLA schedule"] = lambda: peers.flash_mla_metadata(lengths, q.shape[2], plan=plan)
-    position = [np.arange(length) for length in batch.lengths]
-    ids = np.concatenate(
-        [batch.entries[b, p // PAGE_SIZE] * PAGE_SIZE + p % PAGE_SIZE for b, p in enumerate(position)]
-    )
-    indptr = np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int32)
-    ids, indptr = peers.as_torch(ids.astype(np.int64)), peers.as_torch(indptr)
-    splits = peers.sglang_mla_plan(lengths, q.shape[2])
-    calls["SGLang Triton"] = lambda: (
-        peers.sglang_mla_decode(q[:, 0], cache, indptr, ids, lengths, SM_SCALE, splits),
-    )
+    def flash_mla():
+        return peers.flash_mla(q, cache, entries, lengths, SM_SCALE, plan)
+
+    def flash_mla_with_schedule():
+        peers.flash_mla_metadata(lengths, heads, plan=plan)
+        return flash_mla()
+
+    calls: dict[str, Callable[[], Any]] = {
+        "FlashMLA": flash_mla,
+        "FlashMLA with schedule": flash_mla_with_schedule,
+    }
+    indptr = peers.as_torch(np.concatenate([[0], np.cumsum(batch.lengths)]).astype(np.int32))
+    splits = peers.sglang_mla_plan(lengths, heads)
+    for name, shuffled in (("SGLang Triton", False), ("SGLang Triton, page size 1", True)):
+        ids = peers.as_torch(batch.stream(shuffled).astype(np.int64))
+        calls[name] = lambda ids=ids: (
+            peers.sglang_mla_decode(q[:, 0], cache, indptr, ids, lengths, SM_SCALE, splits),
+        )
     return calls
 
 
-def bench(shape: tuple[Any, ...], iters: int, peers: Any) -> dict[str, Any]:
-    rows, heads, context, varied, model = shape
-    batch = Batch.draw(rows, heads, context, varied)
-    calls = candidates(batch, peers)
-    errors = {}
-    for name, call in calls.items():
-        if name != "FlashMLA schedule":
-            out = call()[0]
-            errors[name] = batch.check(name, out if isinstance(out, jax.Array) else out.float().cpu())
+def bench(
+    batch: Batch, programs: dict[str, Future[Any]], capacity: int, heads: int, iters: int, peers: Any
+) -> dict[str, Any]:
+    shape = batch.shape
+    q, pool = batch.queries(), draw_pool(jnp.asarray(batch.slots))
+    reference = Reference(batch, q, pool, capacity, heads)
+    calls: dict[str, Callable[[], Any]] = {}
+    about: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
+    for name, source in batch.sources().items():
+        try:
+            call, implementation = programs[name].result()
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}"
+        else:
+            calls[name] = partial(call, q, pool, source)
+            about[name] = {"implementation": implementation}
+    if peers is not None:
+        calls |= peer_calls(batch, q, pool, peers)
+    for name in list(calls):
+        try:
+            out = calls[name]()[0]
+            found = reference.check(name, out if isinstance(out, jax.Array) else out.float().cpu())
+            about.setdefault(name, {})["relative_error"] = float(f"{found:.2e}")
+        except Exception as error:
+            failures[name] = f"{type(error).__name__}: {error}"
+            del calls[name]
     times = timing.flat(timing.measure(calls, iters, peers))
     for name, t in times.items():
-        if name in errors:
-            t["relative_error"] = float(f"{errors[name]:.2e}")
-            t["GB/s"] = round(batch.bytes / t["us"] / 1e3)
-            t["TFLOP/s"] = round(batch.flops / t["us"] / 1e6)
-            t["over_floor"] = round(t["us"] / batch.floor_us, 3)
-    return dict(
-        rows=rows, heads=heads, context=context, varied=varied, model=model, kv_bytes=batch.kv_bytes,
-        floor_us=round(batch.floor_us, 2), times=times,
+        t.update(about[name])
+        t["GB/s"] = round(batch.bytes / t["us"] / 1e3)
+        t["TFLOP/s"] = round(batch.flops / t["us"] / 1e6)
+        t["over_floor"] = round(t["us"] / batch.floor_us, 3)
+    row = dict(
+        rows=shape.rows, heads=shape.heads, context=shape.context, varied=shape.varied, model=shape.model,
+        tokens=batch.tokens, bytes=batch.bytes, flops=batch.flops, floor_us=round(batch.floor_us, 2), times=times,
     )  # fmt: skip
+    return row | ({"failures": failures} if failures else {})
 
 
 def show(row: dict[str, Any]) -> None:
@@ -208,27 +311,48 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['rows']} x {row['heads']} heads x {row['context']}{varied}, floor {row['floor_us']} us  {row['model']}"
     )
-    ours = row["times"]["ours"]["us"]
+    ours = row["times"].get("ours", {}).get("us", np.nan)
     for name, t in row["times"].items():
-        rates = (
-            f"{t['GB/s']:>6} GB/s {t['TFLOP/s']:>4} TFLOP/s {t['over_floor']:>6.2f} x floor"
-            if "GB/s" in t
-            else ""
+        print(
+            f"    {name:<27}{t['us']:>9.2f} us [{t['p10']:.1f}, {t['p90']:.1f}]  ours / it {ours / t['us']:.3f} "
+            f"{t['GB/s']:>6} GB/s {t['TFLOP/s']:>4} TFLOP/s {t['over_floor']:>6.2f} x floor  "
+            f"error {t['relative_error']:.1e}  {t['launches']} launches {t.get('implementation', '')}",
+            flush=True,
         )
-        print(f"    {name:<18}{t['us']:>9.2f} us  ours / it {ours / t['us']:.3f} {rates}", flush=True)
+    for name, reason in row.get("failures", {}).items():
+        print(f"    {name:<27}FAILED {reason[:400]}", flush=True)
 
 
 def main(argv: list[str]) -> None:
     parser = timing.arguments(__doc__.splitlines()[0])
-    parser.add_argument(
-        "--more", action="store_true", help="the shapes beside the reference table instead of it"
-    )
-    parser.add_argument("--only", type=int, nargs="*", help="indices of shapes (default: all)")
+    names = [shape.name for shape in SHAPES]
+    parser.add_argument("--rows", nargs="*", default=names, metavar="NAME", help=f"of {', '.join(names)}")
     options = parser.parse_args(argv)
+    if unknown := set(options.rows) - set(names):
+        parser.error(f"no such rows: {', '.join(sorted(unknown))}")
     peers = timing.load_peers(options.peers)
-    shapes = MORE_SHAPES if options.more else SHAPES
-    rows = []
-    for i in options.only if options.only is not None else range(len(shapes)):
-        rows.append(bench(shapes[i], options.iters, peers))
+    shapes = [shape for shape in SHAPES if shape.name in options.rows]
+    pages = max(int((-(-Batch.draw_lengths(shape) // PAGE_SIZE)).sum()) for shape in shapes)
+    batches = [Batch.draw(shape, pages + pages // 10 + 2) for shape in shapes]
+    capacity = -(-max(shape.context for shape in shapes) // CHUNK) * CHUNK
+    heads = max(shape.heads for shape in shapes)
+    abstract = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    rows: list[dict[str, Any]] = []
+    with ThreadPoolExecutor(16) as pool:
+        programs = [
+            {
+                name: pool.submit(
+                    compiled,
+                    (*abstract((jax.eval_shape(batch.queries), jax.eval_shape(draw_pool, batch.slots))), abstract(source)),
+                    isinstance(source, TokenStream),
+                )
+                for name, source in batch.sources().items()
+            }
+            for batch in batches
+        ]  # fmt: skip
+    for batch, mine in zip(batches, programs, strict=True):
+        rows.append(bench(batch, mine, capacity, heads, options.iters, peers))
         show(rows[-1])
-    timing.write(options.json, timing.record("mla", rows, peers))
+        timing.write(options.json, timing.record("mla", rows, peers), quiet=len(rows) < len(batches))
+    if any("failures" in row for row in rows):
+        raise SystemExit("some candidates failed, see above")

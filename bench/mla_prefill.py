@@ -6,7 +6,7 @@ f32 attention of sampled rows and heads first.
 """
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -200,20 +200,21 @@ def prepare_extend(shape: tuple[int, int, int, int], peers: Any) -> Problem:
     return Problem(candidates, row)
 
 
-def prepare(quick: bool, peers: Any) -> list[Problem]:
+def prepare(quick: bool, peers: Any) -> list[Future[Problem]]:
     """All problems, compiled side by side."""
     jobs = [(prepare_prefill, shape) for shape in SHAPES] + [(prepare_extend, shape) for shape in EXTENSIONS]
     if quick:
         jobs = [jobs[0], jobs[len(SHAPES)]]
     with ThreadPoolExecutor(8) as pool:
-        return list(pool.map(lambda job: job[0](job[1], peers), jobs))
+        return [pool.submit(job, shape, peers) for job, shape in jobs]
 
 
 def show(row: dict[str, Any]) -> None:
     print(row["operation"], " ".join(f"{k} {v}" for k, v in row.items() if k not in ("operation", "times")))
     for name, t in row["times"].items():
         rate = f"{t['tflops']:>8.1f} TFLOP/s" if "tflops" in t else ""
-        print(f"    {name:<14}{t['us']:>10.1f} us{rate}  {t['launches']} launches", flush=True)
+        error = f"  error {t['error']:.1e}" if "error" in t else ""
+        print(f"    {name:<14}{t['us']:>10.1f} us{rate}{error}  {t['launches']} launches", flush=True)
 
 
 def main(argv: list[str]) -> None:
@@ -222,7 +223,14 @@ def main(argv: list[str]) -> None:
     options = parser.parse_args(argv)
     peers = timing.load_peers(options.peers)
     rows: list[dict[str, Any]] = []
+    failed = 0
     for problem in prepare(options.quick, peers):
-        rows.append(problem.measure(options.iters, peers))
+        if reason := problem.exception():
+            failed += 1
+            print(f"FAILED {type(reason).__name__}: {str(reason)[:1000]}", flush=True)
+            continue
+        rows.append(problem.result().measure(options.iters, peers))
         show(rows[-1])
-    timing.write(options.json, timing.record("mla_prefill", rows, peers))
+        timing.write(options.json, timing.record("mla_prefill", rows, peers), quiet=True)
+    if failed:
+        raise SystemExit(f"{failed} problems failed, see above")

@@ -9,6 +9,7 @@ import argparse
 import datetime
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -108,10 +109,21 @@ def record(benchmark: str, rows: list[dict[str, Any]], peers: ModuleType | None)
         "benchmark": benchmark,
         "date": datetime.date.today().isoformat(),
         "card": jax.devices()[0].device_kind,
+        "driver": _driver(),
         "versions": versions,
         "unit": "us, median of CUPTI kernel times, L2 cold and clean, candidates interleaved",
         "rows": rows,
     }
+
+
+def _driver() -> str:
+    """Version of NVIDIA's kernel module."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return "unknown"
+    found = re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text)
+    return found.group() if found else "unknown"
 
 
 def flat(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
@@ -121,8 +133,9 @@ def flat(timings: Mapping[str, Timing]) -> dict[str, dict[str, float]]:
     }
 
 
-def write(path: Path | None, results: dict[str, Any]) -> None:
+def write(path: Path | None, results: dict[str, Any], quiet: bool = False) -> None:
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"wrote {path}")
+        if not quiet:
+            print(f"wrote {path}")
