@@ -5,16 +5,7 @@ Models name it (`models.decoder.cache_spec`), `attention.pool_specs` turns it in
 
 from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class StatePart:
-    """One part of a request's recurrent state: `blocks_per_layer` blocks of `block_shape` for each of num_layers."""
-
-    name: str
-    num_layers: int
-    blocks_per_layer: int
-    block_shape: tuple[int, ...]
-    dtype: str
+from ukv_jax.layout import StatePart as StatePart
 
 
 @dataclass(frozen=True)

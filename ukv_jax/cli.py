@@ -76,7 +76,7 @@ def _layout(
     longest: int,
 ) -> "PoolLayout":
     """The pool for requests of these `tokens`; without a byte budget the smallest that holds the `rows` longest at once."""
-    from ukv_jax.layout import StaticLayout, UnifiedLayout
+    from ukv_jax.layout import StateSpec, StaticLayout, UnifiedLayout
 
     if page_size < 1:
         raise ValueError(f"page size must be at least 1 token, got {page_size}")
@@ -92,7 +92,7 @@ def _layout(
     if kind == "unified":
         return UnifiedLayout.from_tokens(specs, tokens=pages * page_size, requests=rows, **sizes)
     return StaticLayout.from_pages(
-        specs, pages={s.name: rows if s.name == "state" else pages for s in specs}, **sizes
+        specs, pages={s.name: rows if isinstance(s, StateSpec) else pages for s in specs}, **sizes
     )
 
 

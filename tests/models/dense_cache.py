@@ -92,12 +92,12 @@ class DenseCache:
         new = dataclasses.replace(self, kv=self.kv | {pool: (keys, values)})
         return out.reshape(rows, tokens, heads, -1).astype(q.dtype), new
 
-    def read_state(self, layer):
-        return {name: value[layer] for name, value in self.state.items()}
+    def read_state(self, layer, parts=None):
+        return {name: self.state[name][layer] for name in parts or self.state}
 
     def write_state(self, layer, state):
-        new = {name: value.at[layer].set(state[name]) for name, value in self.state.items()}
-        return dataclasses.replace(self, state=new)
+        new = {name: self.state[name].at[layer].set(value) for name, value in state.items()}
+        return dataclasses.replace(self, state=self.state | new)
 
 
 def make_dense_cache(spec: CacheSpec, rows: int, max_len: int) -> DenseCache:

@@ -58,8 +58,8 @@ class PoolCache:
         out, step = self.step.gqa(*args, **options)
         return out, replace(self, step=step)
 
-    def read_state(self, layer):
-        return self.step.read_state(layer)
+    def read_state(self, layer, parts=None):
+        return self.step.read_state(layer, parts)
 
     def write_state(self, layer, state):
         return replace(self, step=self.step.write_state(layer, state))

@@ -1,6 +1,7 @@
 """Recurrent state in the pool: one slot a request, every part of every layer in blocks of that slot."""
 
 import math
+from collections.abc import Iterable
 from typing import cast
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
 from ukv_jax import views
-from ukv_jax.layout import PADDING, StateSpec, SubPool
+from ukv_jax.layout import PADDING, StatePart, StateSpec, SubPool
 
 
 def _block_index(
@@ -24,13 +25,26 @@ def _block_index(
     return jnp.maximum(slots, PADDING)[:, None] * subpool.stride(part) + offsets
 
 
-def read(
-    subpool: SubPool, buffer: UInt8[Array, " total"], layer: int, slots: Int32[Array, " rows"]
-) -> dict[str, Array]:
-    """Each part of one layer, [rows, blocks_per_layer, *block_shape]; a dead row (slot -1) reads zeros."""
+def _parts(subpool: SubPool, names: Iterable[str] | None) -> list[StatePart]:
+    """The parts of these names (None: all)."""
     assert isinstance(subpool.spec, StateSpec)
+    parts = {p.name: p for p in subpool.spec.parts}
+    names = list(parts if names is None else names)
+    if unknown := sorted(set(names) - set(parts)):
+        raise ValueError(f"no state parts {unknown}; sub-pool {subpool.name!r} has {sorted(parts)}")
+    return [parts[name] for name in names]
+
+
+def read(
+    subpool: SubPool,
+    buffer: UInt8[Array, " total"],
+    layer: int,
+    slots: Int32[Array, " rows"],
+    parts: Iterable[str] | None = None,
+) -> dict[str, Array]:
+    """These parts (None: all) of one layer, [rows, blocks_per_layer, *block_shape]; a dead row (slot -1) reads zeros."""
     state = {}
-    for part in subpool.spec.parts:
+    for part in _parts(subpool, parts):
         index = _block_index(subpool, part.name, layer, slots)
         values = views.read_rows(buffer, part.dtype, math.prod(part.block_shape), index)
         state[part.name] = values.reshape(*index.shape, *part.block_shape)
@@ -44,14 +58,11 @@ def write(
     slots: Int32[Array, " rows"],
     state: dict[str, Array],
 ) -> UInt8[Array, " total"]:
-    """Stores what `read` gave, changed. Dead rows write nothing. Missing or unknown parts are a ValueError."""
-    assert isinstance(subpool.spec, StateSpec)
-    names = [p.name for p in subpool.spec.parts]
-    if set(state) != set(names):
-        raise ValueError(f"state parts {sorted(state)} given, sub-pool {subpool.name!r} has {sorted(names)}")
+    """Stores what `read` gave, changed. Dead rows write nothing. Unknown parts and other shapes are a ValueError."""
+    parts = _parts(subpool, state)
     # All of the new state exists before the first write: no read of the old buffer is left that would copy the pool.
     buffer, state = lax.optimization_barrier((buffer, state))
-    for part in subpool.spec.parts:
+    for part in parts:
         value = state[part.name]
         want = (slots.shape[0], part.blocks_per_layer, *part.block_shape)
         if value.shape != want:

@@ -4,6 +4,7 @@
 new step that holds the new buffer.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import jax
@@ -14,7 +15,7 @@ from pallas_kernels.read_source import ReadSource
 from ukv_jax import translator
 from ukv_jax.attention import gqa, mla, recurrent
 from ukv_jax.cache import CacheSpec
-from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, Spec, StatePart, StateSpec
+from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, Spec, StateSpec
 from ukv_jax.pool import UNBOUND, PoolState
 from ukv_jax.translator import Delivery, KernelTokens
 
@@ -30,14 +31,7 @@ def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
         for kv in spec.kv
     ]
     if spec.state:
-        specs.append(
-            StateSpec(
-                tuple(
-                    StatePart(p.name, p.num_layers, p.blocks_per_layer, p.block_shape, p.dtype)
-                    for p in spec.state
-                )
-            )
-        )
+        specs.append(StateSpec(spec.state))
     return tuple(specs)
 
 
@@ -118,8 +112,8 @@ class PoolStep:
         )
         return out, replace(self, buffer=buffer)
 
-    def read_state(self, layer: int) -> dict[str, Array]:
-        return recurrent.read(self.layout.state, self.buffer, layer, self.slots)
+    def read_state(self, layer: int, parts: Iterable[str] | None = None) -> dict[str, Array]:
+        return recurrent.read(self.layout.state, self.buffer, layer, self.slots, parts)
 
     def write_state(self, layer: int, state: dict[str, Array]) -> "PoolStep":
         return replace(self, buffer=recurrent.write(self.layout.state, self.buffer, layer, self.slots, state))

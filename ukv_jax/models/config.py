@@ -45,7 +45,9 @@ class GQAConfig:
 
     sm_scale: what scores are multiplied by (default 1 / sqrt(head_dim)). window: positions that a query sees, its own
     included (None: all). logit_cap: scores become logit_cap * tanh(scores / logit_cap). v_norm: values are normalised,
-    without a weight. k_is_v: keys before their norm and rotation are the values.
+    without a weight. k_is_v: keys before their norm and rotation are the values. relative: width and extent of the
+    relative-position bias (None: there is none). log_scaling: floor n and gain a; scores of a query at position p and
+    their bias grow by 1 + a * log((p + 1) / n) where p + 1 > n (None: not at all).
     """
 
     num_heads: int
@@ -58,6 +60,8 @@ class GQAConfig:
     logit_cap: float | None = None
     v_norm: bool = False
     k_is_v: bool = False
+    relative: tuple[int, int] | None = None
+    log_scaling: tuple[int, float] | None = None
 
     @property
     def scale(self) -> float:
@@ -121,7 +125,8 @@ class MoEConfig:
     """Routed experts, optional expert groups, and shared experts.
 
     group_rank: what a group of experts is ranked by, the sum of its two best scores or its best score. clamp: gain and
-    limit of gpt-oss's gated activation (`layers.clamped_product`); None is silu(gate) * up.
+    limit of gpt-oss's gated activation (`layers.clamped_product`); None is silu(gate) * up. shared_sink: the router
+    scores the shared experts too, and their scores join the sum that the chosen ones' are divided by.
     """
 
     num_experts: int
@@ -135,6 +140,12 @@ class MoEConfig:
     score_function: Literal["sigmoid", "softmax"] = "sigmoid"
     group_rank: Literal["top2", "max"] = "top2"
     clamp: tuple[float, float] | None = None
+    shared_sink: bool = False
+
+    @property
+    def router_outputs(self) -> int:
+        """Experts that the router scores."""
+        return self.num_experts + (self.num_shared_experts if self.shared_sink else 0)
 
 
 @dataclass(frozen=True)
@@ -185,6 +196,10 @@ class ModelConfig:
     # Width of what each layer gets of a token besides the hidden state, and rows of the table it comes from (0: none).
     per_layer_width: int = 0
     per_layer_vocab: int = 0
+    # Taps of the short convolutions over keys, over values and over the result of each sublayer (0: there are none).
+    residual_conv_kernel: int = 0
+    # Rows of the language model head that count (None: all); the others only pad the vocabulary.
+    logits_width: int | None = None
     # Layers for multi-token prediction that the checkpoint holds after these; not loaded.
     mtp_layers: int = 0
     # Rows and columns that share a scale where the checkpoint's weights are fp8.

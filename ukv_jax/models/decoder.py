@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int32
 
 from ukv_jax.cache import CacheSpec, HeadKV, LatentKV, StatePart
-from ukv_jax.models import gdn, gqa, kda, mamba2, mamba2_gqa, mla, moe, per_layer
+from ukv_jax.models import gdn, gqa, kda, mamba2, mamba2_gqa, mla, moe, per_layer, short_conv
 from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.layers import gated_mlp, rms_norm
 
@@ -53,6 +53,8 @@ def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
         state = gdn.state_parts(config.gdn, config.mixers.count("gdn"), dtype)
     if config.mamba2 is not None:
         state = mamba2.state_parts(config.mamba2, config.mixers.count("mamba2_gqa"), dtype)
+    if config.residual_conv_kernel:
+        state = short_conv.residual_state_parts(config, dtype)
     return CacheSpec(latent, state, kv)
 
 
@@ -97,12 +99,15 @@ def run_layers(
     valid = jnp.arange(tokens.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
     scale = config.multipliers
     x = params["embed"][jnp.where(valid, tokens, 0)] * scale.embedding
+    if "embed_norm" in params:
+        x = rms_norm(x, params["embed_norm"], config.rms_norm_eps)
     extra = per_layer.inputs(params["per_layer"], config, tokens, x) if "per_layer" in params else None
     yield x, cache
     for i, layer in enumerate(params["layers"]):
         h = rms_norm(x, layer["mixer_norm"], config.rms_norm_eps)
         h, cache = MIXERS[config.mixers[i]](layer["mixer"], config, config.cache_layer(i), h, cache)
-        x = x + _after(h, layer, "mixer_post_norm", config)
+        h, cache = _after(h, layer, "mixer", config, i, cache)
+        x = x + h
         h = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
         if config.mlps[i] == "dense":
             h = gated_mlp(
@@ -112,11 +117,12 @@ def run_layers(
                 activation=config.activation,
                 gate_multiplier=scale.mlp_gate,
             )
-            h = h * scale.mlp_out
+            h = h * layer["mlp"].get("scale", scale.mlp_out)
         else:
             assert config.moe is not None
             h = moe.apply(layer["mlp"], config.moe, h, valid, experts)
-        x = x + _after(h, layer, "mlp_post_norm", config)
+        h, cache = _after(h, layer, "mlp", config, i, cache)
+        x = x + h
         if extra is not None:
             x = per_layer.apply(layer["per_layer"], config, x, extra[:, :, i])
         if "scale" in layer:
@@ -124,6 +130,10 @@ def run_layers(
         yield x, cache
 
 
-def _after(h: Array, layer: Params, name: str, config: ModelConfig) -> Array:
-    """A sublayer's result, through the norm that some models have behind it."""
-    return rms_norm(h, layer[name], config.rms_norm_eps) if name in layer else h
+def _after(h: Array, layer: Params, name: str, config: ModelConfig, i: int, cache: Any) -> tuple[Array, Any]:
+    """A sublayer's result, through the norm and the short convolution that some models have behind it."""
+    if f"{name}_post_norm" in layer:
+        h = rms_norm(h, layer[f"{name}_post_norm"], config.rms_norm_eps)
+    if f"{name}_conv" in layer:
+        h, cache = short_conv.residual_conv(h, layer[f"{name}_conv"], i, f"{name}_conv", cache)
+    return h, cache

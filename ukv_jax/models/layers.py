@@ -42,11 +42,13 @@ def gated_mlp(
     *,
     activation: str = "silu",
     gate_multiplier: float = 1.0,
+    inner_weights: Float[Array, "*batch width"] | None = None,
 ) -> Float[Array, "*batch hidden"]:
-    """down(activation(gate_multiplier * gate(x)) * up(x)); gate and up stacked along the output axis. activation: a key
-    of ACTIVATIONS."""
+    """down(activation(gate_multiplier * gate(x)) * up(x) * inner_weights); gate and up stacked along the output axis.
+    activation: a key of ACTIVATIONS."""
     gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(ACTIVATIONS[activation](gate * gate_multiplier) * up, down)
+    inner = ACTIVATIONS[activation](gate * gate_multiplier) * up
+    return linear(inner if inner_weights is None else inner * inner_weights, down)
 
 
 def silu_product(

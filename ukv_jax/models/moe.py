@@ -16,14 +16,15 @@ from ukv_jax.models.layers import clamped_product, gated_mlp, linear, silu_produ
 
 def route(
     x: Float[Array, "tokens hidden"],
-    weight: Float[Array, "experts hidden"],
+    weight: Float[Array, "outputs hidden"],
     bias: Float[Array, " experts"] | None,
     config: MoEConfig,
-    logit_bias: Float[Array, " experts"] | None = None,
-) -> tuple[Int32[Array, "tokens k"], Float[Array, "tokens k"]]:
-    """Experts of each token and their weights (float32).
+    logit_bias: Float[Array, " outputs"] | None = None,
+    scale: Float[Array, " 1"] | float = 1.0,
+) -> tuple[Int32[Array, "tokens k"], Float[Array, "tokens k"], Float[Array, "tokens shared"] | None]:
+    """Experts of each token, their weights (float32), and those of the shared experts (None unless shared_sink).
 
-    logit_bias is part of the router's linear map; `bias` takes part in the choice only (arXiv 2412.19437, section
+    logit_bias is part of the router's linear map, scale multiplies all weights; `bias` takes part in the choice only (arXiv 2412.19437, section
     2.1.2). With groups, only the best `groups_per_token` groups compete, a group being ranked by the sum of its two best
     experts (V3) or by its best (arXiv 2405.04434, section 2.2.2).
     """
@@ -33,6 +34,7 @@ def route(
     if logit_bias is not None:
         logits = logits + logit_bias
     scores = jax.nn.sigmoid(logits) if config.score_function == "sigmoid" else jax.nn.softmax(logits)
+    scores, shared = scores[:, : config.num_experts], scores[:, config.num_experts :]
     choice = scores if bias is None else scores + bias
     if config.num_groups > 1:
         groups = choice.reshape(x.shape[0], config.num_groups, -1)
@@ -41,10 +43,13 @@ def route(
         kept = (best[..., None] == jnp.arange(config.num_groups)).any(axis=1)
         choice = jnp.where(kept[..., None], groups, -jnp.inf).reshape(choice.shape)
     experts = lax.top_k(choice, config.experts_per_token)[1]
-    weights = jnp.take_along_axis(scores, experts, axis=1)
+    weights = jnp.concatenate([jnp.take_along_axis(scores, experts, axis=1), shared], axis=1)
     if config.renormalize:
         weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
-    return experts.astype(jnp.int32), weights * config.scaling_factor
+    weights, shared = jnp.split(
+        weights * (config.scaling_factor * scale), (config.experts_per_token,), axis=1
+    )
+    return experts.astype(jnp.int32), weights, shared if config.shared_sink else None
 
 
 def apply(
@@ -62,7 +67,8 @@ def apply(
         raise ValueError(f"experts={experts!r} is not an implementation; there are: {sorted(EXPERTS)}")
     flat = x.reshape(-1, x.shape[-1])
     biases = params.get("router_bias"), params.get("router_logit_bias")
-    chosen, weights = route(flat, params["router"], biases[0], config, biases[1])
+    scale = params.get("router_scale", 1.0)
+    chosen, weights, shared_weights = route(flat, params["router"], biases[0], config, biases[1], scale)
     chosen = jnp.where(valid.reshape(-1, 1), chosen, config.num_experts)
     product = silu_product
     if config.clamp is not None:
@@ -72,7 +78,11 @@ def apply(
     routed = EXPERTS[experts](flat, chosen, weights, gate_up, down, options)
     out = routed.reshape(x.shape)
     if config.num_shared_experts:
-        shared = gated_mlp(x, params["shared_gate_up"], params["shared_down"])
+        inner = None
+        if shared_weights is not None:
+            inner = jnp.repeat(shared_weights, config.intermediate_size, axis=1)
+            inner = inner.reshape(*x.shape[:2], -1).astype(x.dtype)
+        shared = gated_mlp(x, params["shared_gate_up"], params["shared_down"], inner_weights=inner)
         if "shared_gate" in params:
             shared = shared * jax.nn.sigmoid(linear(x, params["shared_gate"]))
         out = out + shared

@@ -1,10 +1,34 @@
-"""The short causal convolution in front of recurrent mixers (KDA, GDN, Mamba-2)."""
+"""The short causal convolution: in front of recurrent mixers (KDA, GDN, Mamba-2), and over what passes between layers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
+
+from ukv_jax.cache import StatePart
+from ukv_jax.models.config import ModelConfig
+
+
+def causal_conv(
+    x: Float[Array, "rows tokens channels"],
+    state: Float[Array, "rows kernel-1 channels"],
+    weight: Float[Array, "channels kernel"],
+    new_len: Int32[Array, " rows"],
+) -> tuple[Float32[Array, "rows tokens channels"], Float[Array, "rows kernel-1 channels"]]:
+    """Causal depthwise convolution in float32; `state` holds the last kernel-1 inputs of each row, oldest first.
+
+    Returns the outputs and the state after the first `new_len` tokens of each row.
+    """
+    kernel, tokens = weight.shape[-1], x.shape[1]
+    window = jnp.concatenate([state.astype(x.dtype), x], axis=1)
+    taps = weight.astype(jnp.float32)
+    y = sum(window[:, i : i + tokens].astype(jnp.float32) * taps[:, i] for i in range(kernel))
+    last = new_len[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)
+    new_state = jnp.take_along_axis(window, last[:, :, None], axis=1).astype(state.dtype)
+    return y, new_state
 
 
 def short_conv(
@@ -14,16 +38,35 @@ def short_conv(
     new_len: Int32[Array, " rows"],
     bias: Float[Array, " channels"] | None = None,
 ) -> tuple[Float[Array, "rows tokens channels"], Float[Array, "rows kernel-1 channels"]]:
-    """Causal depthwise convolution with silu; `state` holds the last kernel-1 inputs of each row, oldest first.
-
-    Returns the outputs and the state after the first `new_len` tokens of each row.
-    """
-    kernel, tokens = weight.shape[-1], x.shape[1]
-    window = jnp.concatenate([state.astype(x.dtype), x], axis=1)
-    taps = weight.astype(jnp.float32)
-    y = sum(window[:, i : i + tokens].astype(jnp.float32) * taps[:, i] for i in range(kernel))
+    """`causal_conv` with a bias and silu; outputs in the dtype of x."""
+    y, new_state = causal_conv(x, state, weight, new_len)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    last = new_len[:, None] + jnp.arange(kernel - 1, dtype=jnp.int32)
-    new_state = jnp.take_along_axis(window, last[:, :, None], axis=1).astype(state.dtype)
     return jax.nn.silu(y).astype(x.dtype), new_state
+
+
+def residual_conv(
+    x: Float[Array, "rows tokens channels"],
+    weight: Float[Array, "channels kernel"],
+    layer: int,
+    part: str,
+    cache: Any,
+) -> tuple[Float[Array, "rows tokens channels"], Any]:
+    """x plus its causal convolution, whose last inputs the cache keeps in state part `part` of `layer`."""
+    state = cache.read_state(layer, (part,))[part]
+    y, state = causal_conv(x, state, weight, cache.new_len)
+    return (x.astype(jnp.float32) + y).astype(x.dtype), cache.write_state(layer, {part: state})
+
+
+def residual_state_parts(config: ModelConfig, dtype: str) -> tuple[StatePart, ...]:
+    """What the convolutions of `residual_conv` keep of each request: inputs of those over K and V (side by side) of full
+    and of sliding-window layers, and of those over every layer's two sublayers."""
+    kernel = config.residual_conv_kernel
+    widths = {"mixer_conv": config.hidden_size, "mlp_conv": config.hidden_size}
+    layers = dict.fromkeys(widths, config.num_layers)
+    for kind, pool, c in (("gqa", "full", config.gqa), ("swa", "swa", config.swa)):
+        if kind in config.mixers:
+            assert c is not None
+            layers[f"{pool}_conv"] = config.mixers.count(kind)
+            widths[f"{pool}_conv"] = c.num_kv_heads * (c.head_dim + (c.v_head_dim or c.head_dim))
+    return tuple(StatePart(name, layers[name], kernel - 1, (width,), dtype) for name, width in widths.items())
