@@ -1,0 +1,207 @@
+"""One decode step of recurrent state, one layer, in place in a pool of 12 GB with the slots of a whole model.
+
+Slots are drawn at random over the pool. Bandwidth counts the bytes of the state, read and written (for the convolution also
+its inputs and results, which are no smaller); the ceiling of an update in place is 4.24 TB/s on an H200
+(measured: an elementwise update of a large array). "update" is that, over as many bytes as the step moves, in the same run.
+Every candidate is checked first against float64, and other slots against what they held.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench import timing
+from pallas_kernels.state_step import StateBlocks, conv_step, delta_step, ssm_step
+
+POOL = 12 << 30
+CEILING = 4240  # GB/s
+BATCHES = (1, 8, 64, 256)
+Inputs = Callable[[Callable[..., jax.Array], int], tuple[jax.Array, ...]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """inputs: (normal(*shape), rows) -> the arguments after `blocks`. slot_bytes: of all layers of the model."""
+
+    function: Callable[..., Any]
+    pieces: int
+    piece: tuple[int, ...]
+    slot_bytes: int
+    inputs: Inputs
+    dtype: str = "float32"
+    batches: tuple[int, ...] = BATCHES
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def piece_bytes(self) -> int:
+        return int(np.prod(self.piece)) * jnp.dtype(self.dtype).itemsize
+
+
+def _delta(key_heads: int, heads: int, depth: int, width: int, channels: int) -> Inputs:
+    def make(normal, rows):
+        q, k = normal(rows, key_heads, depth) * depth**-0.5, normal(rows, key_heads, depth) * depth**-0.5
+        g = -jnp.abs(normal(rows, heads, channels)) * 0.1
+        return q, k, normal(rows, heads, width), g, jax.nn.sigmoid(normal(rows, heads))
+
+    return make
+
+
+def _ssm(heads: int, head_dim: int, groups: int, width: int) -> Inputs:
+    def make(normal, rows):
+        x, dt, a = normal(rows, heads, head_dim), jnp.abs(normal(rows, heads)) * 0.1, -jnp.abs(normal(heads))
+        return x, dt, a, normal(rows, groups, width), normal(rows, groups, width)
+
+    return make
+
+
+def _conv(channels: int, kernel: int) -> Inputs:
+    def make(normal, rows):
+        x, weight = normal(rows, channels), normal(channels, kernel)
+        return x.astype(jnp.bfloat16), weight.astype(jnp.bfloat16)
+
+    return make
+
+
+# Sizes from the models' config.json files; a slot holds 20, 18 and 24 layers.
+CASES = {
+    "KDA, Kimi-Linear-48B": Case(delta_step, 32, (128, 128), 43_450_368, _delta(32, 32, 128, 128, 128)),
+    "GDN, Qwen3.5-0.8B": Case(delta_step, 16, (128, 128), 18 << 20, _delta(16, 16, 128, 128, 1)),
+    "Mamba-2, Falcon-H1-1.5B": Case(ssm_step, 48, (64, 256), 24 * 48 << 16, _ssm(48, 64, 1, 256)),
+    "convolution, Kimi-Linear-48B": Case(
+        conv_step, 3, (12288,), 43_450_368, _conv(12288, 4), "bfloat16", (1, 8, 64, 256, 512)
+    ),
+}
+
+
+def bench(name: str, case: Case, rows: int, iters: int, peers) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    size = case.piece_bytes
+    stride = case.slot_bytes // size
+    total = POOL // size * size
+    if (
+        rows >= POOL // case.slot_bytes
+    ):  # more requests than slots of the whole model: those of one layer in twenty
+        stride //= 20
+    slots = np.random.default_rng(rows).choice(np.arange(1, total // (stride * size)), rows, replace=False)
+    slots_on_card = jnp.asarray(slots, jnp.int32)
+    blocks = StateBlocks(2 * case.pieces if 3 * case.pieces <= stride else 0, stride, 1, case.dtype)
+    keys = iter(jax.random.split(jax.random.key(rows), 16))
+    inputs = case.inputs(lambda *shape: jax.random.normal(next(keys), shape, jnp.float32), rows)
+    index = slots[:, None] * stride + int(blocks.first) + np.arange(case.pieces)
+    pool = {"buffer": jax.jit(partial(_fill, total, case.dtype))()}
+    view = jax.jit(partial(_gather, dtype=case.dtype, piece=case.piece))
+    candidates = {}
+    for implementation in ("mosaic", "xla"):
+        step = jax.jit(
+            partial(case.function, implementation=implementation, **dict(case.options)), donate_argnums=0
+        )
+
+        def call(step=step):
+            pool["buffer"], out = step(pool["buffer"], slots_on_card, blocks, *inputs)
+            return out
+
+        before = np.asarray(view(pool["buffer"], index[:4]))
+        beside = np.asarray(view(pool["buffer"], np.stack([index[:4, 0] - 1, index[:4, -1] + 1], 1)))
+        out = np.asarray(call()[:4])
+        after = np.asarray(view(pool["buffer"], index[:4]))
+        _check(
+            case,
+            [np.asarray(x[:4] if x.shape[0] == rows and x.ndim > 1 else x) for x in inputs],
+            before,
+            out,
+            after,
+        )
+        still = np.asarray(view(pool["buffer"], np.stack([index[:4, 0] - 1, index[:4, -1] + 1], 1)))
+        np.testing.assert_array_equal(still, beside, err_msg=f"{implementation}: blocks beside the slots")
+        candidates[implementation] = call
+    moved = 2 * rows * case.pieces * size
+    if case.function is conv_step:
+        moved += 2 * inputs[0].nbytes
+    update = jax.jit(lambda x: x * 0.5, donate_argnums=0)
+    plain = {"x": jnp.ones(moved // 8, jnp.float32)}
+
+    def in_place():
+        plain["x"] = update(plain["x"])
+        return plain["x"]
+
+    candidates["update"] = in_place
+    times = timing.flat(timing.measure(candidates, iters, peers))
+    for t in times.values():
+        t["gb_per_s"] = round(moved / t["us"] / 1e3, 1)
+        t["of_ceiling"] = round(t["gb_per_s"] / CEILING, 3)
+    return dict(operation=case.function.__name__, case=name, rows=rows, moved_bytes=moved, times=times)
+
+
+def _fill(total: int, dtype: str) -> jax.Array:
+    """Values of the state's own dtype, about as large as a state's."""
+    count = total // jnp.dtype(dtype).itemsize
+    noise = (jnp.arange(count, dtype=jnp.uint32) * jnp.uint32(2654435761) >> 8).astype(jnp.float32)
+    values = (noise * 2.0**-23 - 1).astype(dtype)
+    return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1)
+
+
+def _gather(buffer: jax.Array, index: jax.Array, *, dtype: str, piece: tuple[int, ...]) -> jax.Array:
+    item = jnp.dtype(dtype).itemsize
+    values = jax.lax.bitcast_convert_type(buffer.reshape(-1, item), dtype)
+    return values.reshape(-1, *piece)[index].astype(jnp.float32)
+
+
+def _check(
+    case: Case, inputs: list[np.ndarray], before: np.ndarray, out: np.ndarray, after: np.ndarray
+) -> None:
+    """Against the same step in float64."""
+    inputs = [x.astype(np.float64) for x in inputs]
+    state = before.astype(np.float64)
+    if case.function is delta_step:
+        q, k, v, g, beta = inputs
+        q, k = (np.repeat(x, v.shape[1] // x.shape[1], 1) for x in (q, k))
+        state = state * np.exp(g)[..., None]
+        delta = (v - np.einsum("rhkv,rhk->rhv", state, k)) * beta[..., None]
+        state = state + k[..., None] * delta[:, :, None]
+        expected = np.einsum("rhkv,rhk->rhv", state, q)
+    elif case.function is ssm_step:
+        x, dt, a, b, c = inputs
+        b, c = (np.repeat(y, x.shape[1] // y.shape[1], 1) for y in (b, c))
+        state = state * np.exp(dt * a)[..., None, None] + (dt[..., None] * x)[..., None] * b[:, :, None]
+        expected = np.einsum("rhpn,rhn->rhp", state, c)
+    else:
+        x, weight = inputs
+        window = np.concatenate([state, x[:, None]], 1)
+        y = np.einsum("rkc,ck->rc", window, weight)
+        expected, state = y / (1 + np.exp(-y)), window[:, 1:]
+    limit = 1e-5 if case.dtype == "float32" else 4e-3
+    for what, found, wanted in (("out", out, expected), ("state", after, state)):
+        error = np.linalg.norm(found.astype(np.float64) - wanted) / np.linalg.norm(wanted)
+        if not error < limit:
+            raise AssertionError(f"{case.function.__name__}: {what} is off by {error:.1e}")
+
+
+def main(argv: list[str]) -> None:
+    parser = timing.arguments(__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="*", default=list(CASES), help="by the start of their names")
+    options = parser.parse_args(argv)
+    peers = timing.load_peers(options.peers)
+    rows = []
+    for name, case in CASES.items():
+        if not name.startswith(tuple(options.cases)):
+            continue
+        for batch in case.batches:
+            rows.append(bench(name, case, batch, options.iters, peers))
+            print(f"{name}, {batch} rows, {rows[-1]['moved_bytes'] / 1e6:.1f} MB")
+            for candidate, t in rows[-1]["times"].items():
+                print(
+                    f"    {candidate:<10}{t['us']:>9.2f} us  {t['gb_per_s']:>7.0f} GB/s  {t['of_ceiling']:.3f}  "
+                    f"{t['launches']} launches",
+                    flush=True,
+                )
+    timing.write(options.json, timing.record("state", rows, peers))
+
+
+if __name__ == "__main__":
+    import sys
+
+    main(sys.argv[1:])
