@@ -29,15 +29,25 @@ def mla_decode_triton(
     logit_cap: float | None = None,
     q_start: Int32[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows s_q heads v_width"], Float[Array, "rows s_q heads"]]:
-    """See `pallas_kernels.mla_decode.api.mla_decode`. bfloat16, NVIDIA GPUs from Ampere on, any page size and s_q."""
+    """See `pallas_kernels.mla_decode.api.mla_decode`. NVIDIA GPUs from Ampere on, any page size and s_q.
+
+    q in bfloat16, KV in bfloat16 or float8_e4m3fn. Fp8 rows become f16 in registers, exactly.
+    """
     rows, s_q, heads, qk_width = q.shape
     platform, capability = device.target()
     if platform != "cuda" or capability < (8, 0):
         raise NotImplementedError(
             f"the Triton kernel needs a GPU of compute capability 8.0 or more, got {capability}"
         )
-    if q.dtype != jnp.bfloat16 or kv_dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the Triton kernel serves bfloat16 q and KV, got {q.dtype} and {kv_dtype}")
+    fp8 = kv_dtype == jnp.float8_e4m3fn
+    if q.dtype != jnp.bfloat16 or not (fp8 or kv_dtype == jnp.bfloat16):
+        raise NotImplementedError(
+            f"the Triton kernel serves bfloat16 q, and KV in bfloat16 or float8_e4m3fn, got {q.dtype} and {kv_dtype}"
+        )
+    if fp8 and row_width % 4:
+        raise NotImplementedError(
+            f"the Triton kernel reads a row's scale as a word: row_width must be a multiple of 4, got {row_width}"
+        )
     if not 1 <= rows <= _MAX_ROWS:
         raise NotImplementedError(f"the Triton kernel serves 1 to {_MAX_ROWS} rows, got {rows}")
     if v_width > 512 or qk_width - v_width > 128:
@@ -49,11 +59,12 @@ def mla_decode_triton(
     from pallas_kernels.mla_decode import triton_kernels
 
     columns = s_q * heads
-    tile = tile_sizes(capability, columns)
+    tile = tile_sizes(capability, columns, fp8)
     groups = -(-columns // tile["COLS"])
     slices = max(1, tile["PER_CORE"] * device.core_count() // groups)
     ps = source.page_size
-    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, row_width)
+    pool = buffer if fp8 else lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16)
+    pool = pool.reshape(-1, row_width)
     none = source.kv_end  # stands in for arrays that this kind of source does not have
     of_virtual: dict[str, Any] = {"REQUESTS": 1, "NUM_VIRTUAL": 0, "BLOCKS_PER_PAGE": 1}
     match source:
@@ -114,6 +125,8 @@ def mla_decode_triton(
         NUM_BLOCKS=pool.shape[0] // ps,
         SCALE=scale,
         CAP=0.0 if logit_cap is None else logit_cap * _LOG2_E,
+        FP8=fp8,
+        NATIVE=capability >= (8, 9),
     )
     # Few rows have many parts each: small tiles of V for enough programs, and many parts at a time.
     v_tile, chunk = (128, 2) if rows * groups >= device.core_count() else (32, 8)
@@ -135,7 +148,7 @@ def mla_decode_triton(
     return out, lse
 
 
-def tile_sizes(capability: tuple[int, int], columns: int) -> dict[str, int]:
+def tile_sizes(capability: tuple[int, int], columns: int, fp8: bool = False) -> dict[str, int]:
     """COLS query heads a program, BLOCK tokens a step, STAGES of KV in shared memory, WARPS, programs PER_CORE.
 
     Limits of shared memory, in KiB: 227 (9.0, 10.0), 163 (8.0), 99 (8.6, 8.9, 12.0). At 576 x bf16 a stage takes

@@ -110,6 +110,7 @@ def make_case(
     row_width: int | None = None,
     dtype="bfloat16",
     kv_dtype=None,
+    log10_scales: tuple[float, float] = (-2, -1),
     logit_cap: float | None = None,
     blocks_per_page: int = 3,
     block_offset: int = 1,
@@ -138,7 +139,7 @@ def make_case(
         values = rng.normal(size=(kv_end[row], qk_width)) * rng.uniform(0.5, 2)
         pos = np.arange(kv_start[row], kv_end[row])
         if fp8:
-            scale = rng.uniform(0.01, 0.1, (kv_end[row], 1)).astype(np.float32)
+            scale = (10 ** rng.uniform(*log10_scales, (kv_end[row], 1))).astype(np.float32)
             stored = np.clip(values / scale, -448, 448).astype(kv_dtype)
             raw = np.hstack([stored.view(np.uint8), scale.view(np.uint8)])
             values = stored.astype(np.float64) * scale

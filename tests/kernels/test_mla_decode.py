@@ -37,7 +37,7 @@ def must_serve(implementation: str, case: Case, delivery: str) -> bool:
             and case.q.shape[1] <= 8
         )
     if implementation == "triton":
-        return case.q.dtype == case.options["kv_dtype"] == jnp.bfloat16
+        return case.q.dtype == jnp.bfloat16 and case.options["kv_dtype"] in (jnp.bfloat16, jnp.float8_e4m3fn)
     return True
 
 
@@ -56,24 +56,31 @@ def implementation(request):
     return request.param
 
 
+@pytest.fixture(params=["bfloat16", pytest.param("float8_e4m3fn", marks=pytest.mark.gpu)])
+def kv_dtype(request):
+    return request.param
+
+
 @pytest.mark.parametrize("heads", [1, 3, 9, 16, 31, 63, 64, 126, 128])
-def test_head_counts(implementation, heads):
-    case = make_case(EDGES, heads=heads)
+def test_head_counts(implementation, kv_dtype, heads):
+    case = make_case(EDGES, heads=heads, kv_dtype=kv_dtype)
     case.check(*run(implementation, case))
 
 
 @pytest.mark.parametrize(
     "page_size, delivery", [*product((1, 8, 128), DELIVERIES), *product((2, 16, 32), ["table"])]
 )
-def test_page_sizes(implementation, page_size, delivery):
-    case = make_case(EDGES, heads=8, page_size=page_size)
+def test_page_sizes(implementation, kv_dtype, page_size, delivery):
+    case = make_case(EDGES, heads=8, page_size=page_size, kv_dtype=kv_dtype)
     case.check(*run(implementation, case, delivery))
 
 
 @pytest.mark.parametrize("page_size", [1, 64])
 @pytest.mark.parametrize("s_q", [1, 3])
-def test_deliveries_agree_to_the_bit(implementation, page_size, s_q):
-    case = make_case([77, 0, 130, 64], heads=16, s_q=s_q, page_size=page_size, kv_start=[3, 0, 65, 0])
+def test_deliveries_agree_to_the_bit(implementation, kv_dtype, page_size, s_q):
+    case = make_case(
+        [77, 0, 130, 64], heads=16, s_q=s_q, page_size=page_size, kv_start=[3, 0, 65, 0], kv_dtype=kv_dtype
+    )
     results = {}
     for delivery in DELIVERIES:
         try:
@@ -89,31 +96,33 @@ def test_deliveries_agree_to_the_bit(implementation, page_size, s_q):
 
 
 @pytest.mark.parametrize("s_q", range(2, 9))
-def test_queries_are_causal(implementation, s_q):
+def test_queries_are_causal(implementation, kv_dtype, s_q):
     """Lengths below s_q too: the first queries then sit before the first token and see nothing."""
-    case = make_case([0, 1, 2, 5, 8, 64, 67, 129], heads=4, s_q=s_q)
+    case = make_case([0, 1, 2, 5, 8, 64, 67, 129], heads=4, s_q=s_q, kv_dtype=kv_dtype)
     case.check(*run(implementation, case))
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_window_starts_anywhere(implementation, delivery):
-    case = make_case([100, 100, 100, 64, 300, 9], kv_start=[0, 1, 63, 64, 128, 8], heads=4, s_q=2)
+def test_window_starts_anywhere(implementation, kv_dtype, delivery):
+    case = make_case(
+        [100, 100, 100, 64, 300, 9], kv_start=[0, 1, 63, 64, 128, 8], heads=4, s_q=2, kv_dtype=kv_dtype
+    )
     case.check(*run(implementation, case, delivery))
 
 
-def test_padded_chunk(implementation):
+def test_padded_chunk(implementation, kv_dtype):
     """Right-padded chunks: q_start = kv_end - new_len. What padding queries give is finite; the others are exact."""
     new = np.array([8, 3, 1, 0, 5])
     kv_end = np.array([8, 70, 1, 0, 200])
-    case = make_case(kv_end, heads=4, s_q=8, q_start=kv_end - new)
+    case = make_case(kv_end, heads=4, s_q=8, q_start=kv_end - new, kv_dtype=kv_dtype)
     out, lse = run(implementation, case)
     case.check(out, lse)
     assert np.isfinite(out).all()
 
 
 @pytest.mark.parametrize("cap", [5.0, 50.0])
-def test_logit_cap(implementation, cap):
-    case = make_case(EDGES, heads=8, logit_cap=cap)
+def test_logit_cap(implementation, kv_dtype, cap):
+    case = make_case(EDGES, heads=8, logit_cap=cap, kv_dtype=kv_dtype)
     case.check(*run(implementation, case))
 
 
@@ -136,30 +145,60 @@ def test_float8_rows(implementation, delivery):
     case.check(*run(implementation, case, delivery))
 
 
+def test_float8_scales_of_any_size(implementation):
+    """Scales from 1e-6 to 10 side by side in a row; values stay of order 1."""
+    case = make_case([200, 64, 300], heads=8, kv_dtype="float8_e4m3fn", log10_scales=(-6, 1))
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.parametrize("power", [-30, 30])
+def test_queries_of_any_size(implementation, kv_dtype, power):
+    """Far outside f16's range, with a softmax scale that brings the scores back."""
+    case = make_case(EDGES, heads=8, kv_dtype=kv_dtype)
+    far = dataclasses.replace(
+        case,
+        q=(case.q.astype(np.float32) * 2.0**power).astype(case.q.dtype),
+        options={**case.options, "sm_scale": case.options["sm_scale"] * 2.0**-power},
+    )
+    far.check(*run(implementation, far))
+
+
 @pytest.mark.parametrize(
     "widths",
     [(40, 32, 48), (64, 64, 64), (160, 128, 160), (288, 256, 288)],
     ids=lambda w: "x".join(map(str, w)),
 )
-def test_small_models(implementation, widths):
+def test_small_models(implementation, kv_dtype, widths):
     qk_width, v_width, row_width = widths
-    case = make_case(EDGES, heads=4, qk_width=qk_width, v_width=v_width, row_width=row_width, page_size=16)
+    if kv_dtype == "float8_e4m3fn":
+        row_width += 16  # for the scale
+    case = make_case(
+        EDGES,
+        heads=4,
+        qk_width=qk_width,
+        v_width=v_width,
+        row_width=row_width,
+        page_size=16,
+        kv_dtype=kv_dtype,
+    )
     case.check(*run(implementation, case))
 
 
-def test_place_of_pages_does_not_matter(implementation):
+def test_place_of_pages_does_not_matter(implementation, kv_dtype):
     """The same rows at other places, in a wider table with other neighbours: the same bits."""
-    case = make_case([500, 3, 64], heads=16)
-    again = make_case([500, 3, 64], heads=16, spare_pages=40, blocks_per_page=5, block_offset=4)
+    case = make_case([500, 3, 64], heads=16, kv_dtype=kv_dtype)
+    again = make_case(
+        [500, 3, 64], heads=16, spare_pages=40, blocks_per_page=5, block_offset=4, kv_dtype=kv_dtype
+    )
     assert not np.array_equal(case.pages, again.pages)
     for a, b in zip(run(implementation, case), run(implementation, again, extra_columns=9), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_bad_ids_read_the_padding_page(implementation, delivery):
+def test_bad_ids_read_the_padding_page(implementation, kv_dtype, delivery):
     """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
-    case = make_case([256, 256], heads=4)
+    case = make_case([256, 256], heads=4, kv_dtype=kv_dtype)
     source = case.source(delivery)
     bad = [1, 3]  # columns of row 0
     match delivery:
@@ -220,9 +259,9 @@ def test_block_offset_is_a_run_time_operand(implementation):
     assert program._cache_size() == 1
 
 
-def test_small_batch_after_a_large_one(implementation):
+def test_small_batch_after_a_large_one(implementation, kv_dtype):
     """One program of 8 lanes, of which 8, 3, 8, 1, 8 are live: lanes past the batch have length 0 and absurd ids."""
-    case = make_case([65, 1, 300, 64, 128, 7, 63, 90], heads=8)
+    case = make_case([65, 1, 300, 64, 128, 7, 63, 90], heads=8, kv_dtype=kv_dtype)
     program = jax.jit(partial(mla_decode, implementation=implementation, **case.options))
     for live in (8, 3, 8, 1, 8):
         lanes = np.arange(8) < live
@@ -237,30 +276,31 @@ def test_small_batch_after_a_large_one(implementation):
     assert program._cache_size() == 1
 
 
-def test_long_context(implementation):
-    case = make_case([5000, 17, 2048], heads=2, kv_start=[0, 0, 1900])
+def test_long_context(implementation, kv_dtype):
+    case = make_case([5000, 17, 2048], heads=2, kv_start=[0, 0, 1900], kv_dtype=kv_dtype)
     case.check(*run(implementation, case))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_very_long_context(implementation, delivery):
-    case = make_case([100_000, 1, 99_999], heads=16, blocks_per_page=1, block_offset=0)
+def test_very_long_context(implementation, kv_dtype, delivery):
+    case = make_case([100_000, 1, 99_999], heads=16, blocks_per_page=1, block_offset=0, kv_dtype=kv_dtype)
     case.check(*run(implementation, case, delivery))
 
 
 @pytest.mark.gpu
-def test_large_batch(implementation):
-    case = make_case(np.random.default_rng(0).integers(0, 400, 512), heads=32)
+def test_large_batch(implementation, kv_dtype):
+    case = make_case(np.random.default_rng(0).integers(0, 400, 512), heads=32, kv_dtype=kv_dtype)
     case.check(*run(implementation, case))
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large pools")
 @pytest.mark.parametrize("delivery", DELIVERIES)
-def test_rows_past_two_to_the_32_bytes(implementation, delivery):
-    """Live pages at both ends of a pool of 6 GiB (3.2e9 elements): no product of ids overflows."""
-    case = make_case([300, 64], heads=16, blocks_per_page=1, block_offset=0)
-    block = 64 * 576 * 2
+def test_rows_past_two_to_the_32_bytes(implementation, kv_dtype, delivery):
+    """Live pages at both ends of a pool of 6 GiB: no product of ids overflows."""
+    case = make_case([300, 64], heads=16, blocks_per_page=1, block_offset=0, kv_dtype=kv_dtype)
+    block = case.pool.size // case.num_pages
     high = (6 << 30) // block  # the copy of page p lies at page `high + p`
     pool = jnp.concatenate([jnp.zeros(high * block, jnp.uint8), jnp.asarray(case.pool)])
     moved = dataclasses.replace(case, pages=np.where(case.pages == ABSURD[1], case.pages, case.pages + high))

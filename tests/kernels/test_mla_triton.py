@@ -32,9 +32,13 @@ SOURCES = {
 }
 
 
-def attention(q, pool, source, block_offset, **options):
-    widths = {"kv_dtype": "bfloat16", "row_width": 576, "v_width": 512, "sm_scale": 0.1}
-    return mla_decode(q, pool, source, block_offset, implementation="triton", **widths, **options)
+def attention(q, pool, source, block_offset, fp8=False, **options):
+    rows = (
+        {"kv_dtype": "float8_e4m3fn", "row_width": 640} if fp8 else {"kv_dtype": "bfloat16", "row_width": 576}
+    )
+    return mla_decode(
+        q, pool, source, block_offset, v_width=512, sm_scale=0.1, implementation="triton", **rows, **options
+    )
 
 
 def arguments(heads, source="table", s_q=1, pool_bytes=1000 * 128 * 1152):
@@ -57,26 +61,28 @@ def artifacts(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @pytest.mark.parametrize(
     "target, heads", [("h200", 16), ("h200", 128), *((target, 32) for target in TARGETS)]
 )
-def test_fits_shared_memory(target, heads, artifacts):
-    program = compile_for(attention, *arguments(heads), target=target)
+def test_fits_shared_memory(target, heads, fp8, artifacts):
+    """fp8 also where there is no instruction for it (A100)."""
+    program = compile_for(partial(attention, fp8=fp8), *arguments(heads), target=target)
     assert [thunk.kind for thunk in program.launches] == ["kCustomCall"] * 2
     (info,) = artifacts.glob("*/attend.compile_info")
     used = int(info.read_text().rsplit(":", 1)[1])
     capability = {"h200": (9, 0), "a100": (8, 0), "rtx4090": (8, 9), "b200": (10, 0)}[target]
-    assert tile_sizes(capability, heads)["PER_CORE"] * used <= SHARED_MEMORY[target]
+    assert tile_sizes(capability, heads, fp8)["PER_CORE"] * used <= SHARED_MEMORY[target]
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_no_copy_and_captured(source):
+@pytest.mark.parametrize("source, fp8", [*((source, False) for source in SOURCES), ("virtual", True)])
+def test_no_copy_and_captured(source, fp8):
     """Every source; speculative queries, cap and q_start. A pool twice as large takes no more temporaries."""
     temps = []
     for pool_bytes in (5 << 30, 10 << 30):
-        pool_bytes -= pool_bytes % (128 * 1152)
+        pool_bytes -= pool_bytes % (128 * 1152 * 5)
         args = arguments(8, source, s_q=3, pool_bytes=pool_bytes)
-        call = partial(attention, logit_cap=30.0)
+        call = partial(attention, logit_cap=30.0, fp8=fp8)
         program = compile_for(
             lambda *args, call=call: call(*args[:-1], q_start=args[-1]),
             *args,
@@ -91,7 +97,10 @@ def test_no_copy_and_captured(source):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"q": shape((ROWS, 1, 8, 576), "float32")}, "bfloat16 q and KV, got float32"),
+        (
+            {"q": shape((ROWS, 1, 8, 576), "float32")},
+            "serves bfloat16 q, and KV in bfloat16 or float8_e4m3fn, got float32",
+        ),
         ({"q": shape((5000, 1, 8, 576), "bfloat16")}, "4096 rows, got 5000"),
     ],
 )
