@@ -86,7 +86,7 @@ def mla(results: Results) -> str:
         "SGLang, page size 1",
         "ours / it",
     )
-    return f"{table((*header, *named), first)}\n\n{table(forms, second)}\n\nTimes in us. {source(results['mla'], 'mla')}"
+    return f"{table((*header, *named), first)}\n\n{table(forms, second)}\n\nTimes in us. {source(results['mla'], 'mla')}\n\n![]({PLOT.name})"
 
 
 def mla_prefill(results: Results) -> str:
@@ -157,6 +157,77 @@ def move(results: Results) -> str:
     return f"{table(header, lines)}\n\n{source(results['move'], 'move')}"
 
 
+def candidates(rows: Iterable[Row]) -> list[str]:
+    """Names in the order in which they first occur."""
+    return list(dict.fromkeys(name for row in rows for name in row["times"]))
+
+
+def gqa_ours(results: Results) -> str:
+    return "mosaic" if "mosaic" in candidates(results["gqa"]["rows"]) else "triton"
+
+
+def gqa(results: Results) -> str:
+    rows, ours = results["gqa"]["rows"], gqa_ours(results)
+    names = candidates(rows)
+    peers = [name for name in names if name.startswith(("torch", "SGLang"))]
+    lines = []
+    for row in rows:
+        t = row["times"].get
+        varied = ", varied" if row["varied"] else ""
+        shape = f"{row['rows']} x {row['heads']} / {row['kv_heads']} x {row['head_dim']} x {row['context']}{varied}"
+        rates = [f"{t(ours)['over_floor']:.2f}", t(ours)["GB/s"]] if t(ours) else ["", ""]
+        forms = [us(t(name)) for name in names if name not in (ours, *peers)]
+        against = [cell for name in peers for cell in (us(t(name)), ratio(t(ours), t(name)))]
+        lines.append([shape, digits(row["floor_us"]), us(t(ours)), *rates, *forms, *against])
+    header = ["rows x heads / KV heads x head_dim x context", "floor", ours, "x floor", "GB/s"]
+    header += [name for name in names if name not in (ours, *peers)]
+    header += [cell for name in peers for cell in (name, f"{ours} / it")]
+    return f"{table(header, lines)}\n\nTimes in us. {source(results['gqa'], 'gqa')}"
+
+
+def state(results: Results) -> str:
+    rows = results["state"]["rows"]
+    others = [name for name in candidates(rows) if name not in ("mosaic", "update")]
+    lines = []
+    for row in rows:
+        t = row["times"]
+        line = [row["case"], row["rows"], f"{row['moved_bytes'] / 1e6:.1f}", us(t["mosaic"])]
+        line += [f"{t['mosaic']['gb_per_s']:.0f}", us(t["update"]), ratio(t["mosaic"], t["update"])]
+        lines.append(
+            [*line, *(cell for name in others for cell in (us(t.get(name)), ratio(t["mosaic"], t.get(name))))]
+        )
+    header = ["state", "rows", "MB", "ours", "GB/s", "elementwise update", "ours / it"]
+    header += [cell for name in others for cell in ({"xla": "XLA"}.get(name, name), "ours / it")]
+    return f"{table(header, lines)}\n\nTimes in us. {source(results['state'], 'state')}"
+
+
+def step(results: Results) -> str:
+    lines = []
+    for row in results["step"]["rows"]:
+        d, t = row["difference"], row["us_per_step"]
+        lines.append([
+            f"{row['rows']} x {row['context']}", row["layers"], *(f"{t[n]['median']:,.1f}" for n in ("unified", "static")),
+            f"{d['median_pct']:+.2f} % [{d['low_pct']:+.2f}, {d['high_pct']:+.2f}]",
+            f"{row['equal_tokens']:.2%}", f"{row['equal_logprob_bits']:.2%}",
+        ])  # fmt: skip
+    header = (
+        "rows x context", "layers", "shared pool", "static split", "difference, 95 % interval", "equal tokens",
+        "log-probabilities equal to the last bit",
+    )  # fmt: skip
+    return f"{table(header, lines)}\n\nWall clock, us a decode step. {source(results['step'], 'step')}"
+
+
+def experts(results: Results) -> str:
+    lines = []
+    for row in results["experts"]["rows"]:
+        t = row["times"]
+        grouped = t["grouped"]
+        rates = [f"{grouped['gb_per_s']:,.0f}", f"{grouped['tflop_per_s']:.0f}"]
+        lines.append([row["tokens"], row["experts_read"], us(grouped), *rates, us(t.get("gather"))])
+    header = ("tokens", "experts read", "grouped", "GB/s", "TFLOP/s", "gather")
+    return f"{table(header, lines)}\n\nTimes in us. {source(results['experts'], 'experts')}"
+
+
 def summary(results: Results) -> str:
     """One line an operation and opponent: our time over theirs, over all shapes measured."""
     lines = []
@@ -184,6 +255,16 @@ def summary(results: Results) -> str:
             "SGLang, Triton",
             over(rows, "ours, page size 1", "SGLang Triton, page size 1"),
         )
+    if "gqa" in results:
+        rows, ours = results["gqa"]["rows"], gqa_ours(results)
+        line("GQA decode", "torch SDPA over a dense copy", over(rows, ours, "torch SDPA, dense"))
+        line("", "SGLang, Triton", over(rows, ours, "SGLang Triton"))
+    if "state" in results:
+        line(
+            "recurrent state, a step",
+            "elementwise update",
+            over(results["state"]["rows"], "mosaic", "update"),
+        )
     if "mla_prefill" in results:
         rows = [r for r in results["mla_prefill"]["rows"] if r["operation"] == "prefill"]
         line("MLA prefill", "cuDNN, V padded to 192", over(rows, "mosaic", "cudnn"))
@@ -206,19 +287,24 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "summary": summary,
     "mla": mla,
     "mla_prefill": mla_prefill,
+    "gqa": gqa,
+    "state": state,
+    "experts": experts,
     "index": index,
     "move": move,
+    "step": step,
 }
 
 
 def render(text: str, results: Results) -> str:
-    """The text with every table made anew. ValueError: a table that nobody makes, or a comment without its pair."""
+    """The text with every table made anew, or a word where its results are missing. ValueError: a table that nobody makes, or a comment without its pair."""
 
     def replace(found: re.Match[str]) -> str:
         begin, name, end = found.groups()
         if name not in TABLES:
             raise ValueError(f"no table named {name!r}; there are {', '.join(TABLES)}")
-        return f"{begin}{TABLES[name](results)}\n{end}"
+        measured = results if name == "summary" else name in results
+        return f"{begin}{TABLES[name](results) if measured else 'Not measured yet.'}\n{end}"
 
     if len(BLOCK.findall(text)) != text.count("<!-- bench: ") or text.count("<!-- /bench -->") != text.count(
         "<!-- bench: "
