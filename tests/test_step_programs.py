@@ -223,6 +223,35 @@ KIMI_48B = replace(
 
 @pytest.mark.deviceless
 @requires_plugin
+@pytest.mark.parametrize("tokens, kernels", [(256, 1), (8, 2)])
+def test_a_chunk_at_published_widths_takes_the_prefill_kernel(tokens, kernels):
+    """One MLA layer: a long chunk runs the prefill kernel on its own tokens and, in a loop, on the cached prefix; a
+    draft runs the decode kernel and its merge."""
+    config = replace(KIMI_48B, mixers=("mla",), mlps=("dense",), kda=None, moe=None, vocab_size=256)
+    layout = UnifiedLayout.from_bytes(
+        pool_specs(cache_spec(config, "bfloat16")),
+        total_bytes=GIB,
+        page_size=64,
+        max_requests=ROWS,
+        max_tokens=4096,
+    )
+
+    def chunk(params, state, gen, *args):
+        def model(params, tokens, cache):
+            return forward(params, config, tokens, cache, last_only=True)
+
+        return loop.prefill_chunk(model, params, state, gen, *args)
+
+    args = (lanes(), lanes("int32", tokens), lanes(), lanes("bool"))
+    params = abstract_params(config, jnp.bfloat16)
+    program = compile_for(chunk, params, *abstract(layout), *args, donate=(1, 2))
+    calls = [line for line in program.compiled.as_text().splitlines() if "mosaic_gpu" in line]
+    assert sum("/kernel/" in line and "/while/" not in line for line in calls) == kernels
+    assert any("/while/body/kernel/" in line for line in calls) == (tokens > 8)
+
+
+@pytest.mark.deviceless
+@requires_plugin
 @pytest.mark.timeout(900)
 def test_loop_of_the_48b_model_compiles_within_its_budget_and_is_captured_whole():
     layout = UnifiedLayout.from_bytes(

@@ -11,6 +11,7 @@ from pallas_kernels import device
 from pallas_kernels.read_source import ReadSource, check_source
 
 KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
+MAX_DRAFT = 8  # queries a row that decode kernels are made for: one, or a draft to verify; more are `mla_prefill` work
 
 # Name -> module and function. Imported at first use: the GPU backends need packages that a CPU machine may lack.
 # Every function takes what `mla_decode` takes, less `implementation`, and raises NotImplementedError with the reason,

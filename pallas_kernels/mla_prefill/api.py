@@ -86,7 +86,8 @@ def mla_extend(
         latents are gathered and up-projected, then attended to by the prefill kernel. A pair of query and cached row
         costs 2 * (2 * kv_lora_rank + rope) FLOPs a head in the first and 2 * (qk_width + v_width) in the second, which
         also pays 2 * kv_lora_rank * (nope + v_width) FLOPs a head for each cached row. None takes the cheaper one for
-        max_new queries: at 512 + 64 and 192 / 128 "expanded" from 171 on.
+        max_new queries: at 512 + 64 and 192 / 128 "expanded" from 171 on; on a GPU from 9 on, where the decode kernels
+        end.
       decode_implementation: of `mla_decode`, for the absorbed form.
 
     Returns and raises as `mla_prefill`. With one form and implementation results do not depend on where pages lie, to
@@ -106,7 +107,9 @@ def mla_extend(
     if max_new < 1:
         raise ValueError(f"max_new must be at least 1, got {max_new}")
     if prefix_form is None:
-        prefix_form = prefix.cheaper_form(max_new, rank=rank, nope=nope, rope=k_pe.shape[1], v_width=v_width)
+        prefix_form = prefix.preferred_form(
+            max_new, rank=rank, nope=nope, rope=k_pe.shape[1], v_width=v_width
+        )
     attention = implementations.run("mla_extend", IMPLEMENTATIONS, implementation)
     scale = float(sm_scale)
     new = attention(q, k_nope, k_pe, v, rows, rows, causal=True, sm_scale=scale)

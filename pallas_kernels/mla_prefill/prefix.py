@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from pallas_kernels.mla_decode import merge_partials, mla_decode
+from pallas_kernels import device
+from pallas_kernels.mla_decode import MAX_DRAFT, merge_partials, mla_decode
 from pallas_kernels.mla_decode.reference import load_rows
 from pallas_kernels.mla_prefill.rows import Rows
 from pallas_kernels.xla_attention import row_index
@@ -22,10 +23,13 @@ Partial = tuple[Array, Array]
 _project = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
-def cheaper_form(
+def preferred_form(
     queries: int, *, rank: int, nope: int, rope: int, v_width: int
 ) -> Literal["absorbed", "expanded"]:
-    """The form with fewer FLOPs a cached row and head when that many queries read it."""
+    """The form with fewer FLOPs a cached row and head when that many queries read it; on a GPU "absorbed" only for as
+    many as the decode kernels serve."""
+    if queries > MAX_DRAFT and device.target()[0] == "cuda":
+        return "expanded"
     absorbed = queries * (2 * rank + rope)
     expanded = queries * (nope + rope + v_width) + rank * (nope + v_width)
     return "absorbed" if absorbed <= expanded else "expanded"

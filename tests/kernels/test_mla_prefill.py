@@ -13,7 +13,7 @@ import pytest
 
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_prefill import Rows, mla_extend, mla_prefill
-from pallas_kernels.mla_prefill.prefix import cheaper_form
+from pallas_kernels.mla_prefill.prefix import preferred_form
 from pallas_kernels.mla_prefill.schedule import TILE, choose_section, make_schedule
 from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
@@ -313,10 +313,10 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
     np.testing.assert_allclose(decode_lse[:, 0], lse[at], rtol=0, atol=3 * tolerance)
 
 
-def test_cheaper_form_is_where_the_docstring_says():
+def test_preferred_form_is_where_the_docstring_says():
     widths = dict(rank=512, nope=128, rope=64, v_width=128)
-    assert cheaper_form(170, **widths) == "absorbed"
-    assert cheaper_form(171, **widths) == "expanded"
+    assert preferred_form(170, **widths) == "absorbed"
+    assert preferred_form(171, **widths) == "expanded"
 
 
 # The schedule of the Mosaic kernel, on the host.

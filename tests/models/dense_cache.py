@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.state_step import formulas
 from ukv_jax.cache import CacheSpec
 
 
@@ -37,7 +38,8 @@ class DenseCache:
         """Closes the step: its tokens are now part of the rows."""
         return dataclasses.replace(self, lengths=self.lengths + self.new_len)
 
-    def mla(self, layer, ql_nope, q_pe, kv_c, k_pe, *, sm_scale):
+    def mla(self, layer, q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, *, sm_scale):
+        ql_nope = jnp.einsum("rthn,hnl->rthl", q_nope, w_uk)
         new = jnp.concatenate([kv_c, k_pe], axis=-1)
         valid = jnp.arange(new.shape[1]) < self.new_len[:, None]
         max_len = self.latent.shape[2]
@@ -53,7 +55,8 @@ class DenseCache:
         total = weights.sum(-1, keepdims=True)
         weights = weights / jnp.where(total == 0, 1, total)
         out = jnp.einsum("rhts,rsl->rthl", weights, kv[..., : self.spec.latent.kv_lora_rank], precision=high)
-        return out.astype(ql_nope.dtype), dataclasses.replace(self, latent=latent)
+        out = jnp.einsum("rthl,hvl->rthv", out.astype(q_nope.dtype), w_uv)
+        return out, dataclasses.replace(self, latent=latent)
 
     def _store(self, array, layer, new):
         """New tokens' rows at their positions; padding is dropped."""
@@ -91,6 +94,23 @@ class DenseCache:
         out = jnp.einsum("rtkgs,rskd->rtkgd", grouped, values[layer].astype(jnp.float32), precision=high)
         new = dataclasses.replace(self, kv=self.kv | {pool: (keys, values)})
         return out.reshape(rows, tokens, heads, -1).astype(q.dtype), new
+
+    def conv_step(self, layer, part, x, weight, bias=None, *, residual=False):
+        step = partial(formulas.convolution, x, weight, bias, residual=residual)
+        return self._state_step(layer, part, step)
+
+    def delta_step(self, layer, part, *inputs):
+        return self._state_step(layer, part, partial(formulas.delta_rule, *inputs))
+
+    def ssm_step(self, layer, part, *inputs):
+        return self._state_step(layer, part, partial(formulas.ssm, *inputs))
+
+    def _state_step(self, layer, part, step):
+        """Dead rows keep their state."""
+        old = self.state[part][layer]
+        out, new = step(old)
+        live = (self.new_len > 0).reshape(-1, *(1,) * (old.ndim - 1))
+        return out, self.write_state(layer, {part: jnp.where(live, new, old)})
 
     def read_state(self, layer, parts=None):
         return {name: self.state[name][layer] for name in parts or self.state}

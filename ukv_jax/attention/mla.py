@@ -1,9 +1,13 @@
 """MLA over the pool: store latent rows, then attend to all rows of the request."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.mla_decode import api as mla_decode
+from pallas_kernels.mla_prefill import api as mla_prefill
+from pallas_kernels.mla_prefill.rows import Rows
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import views
 from ukv_jax.attention.fp8 import quantize
@@ -69,3 +73,48 @@ def attend(
         q_start=q_start,
         implementation=implementation,
     )
+
+
+def extend(
+    subpool: SubPool,
+    buffer: UInt8[Array, " total"],
+    layer: int,
+    source: ReadSource,
+    q: Float[Array, "rows tokens heads nope_and_rope"],
+    kv_c: Float[Array, "rows tokens kv_lora_rank"],
+    k_pe: Float[Array, "rows tokens rope"],
+    w_uk: Float[Array, "heads nope kv_lora_rank"],
+    w_uv: Float[Array, "heads v kv_lora_rank"],
+    q_start: Int32[Array, " rows"],
+    new_len: Int32[Array, " rows"],
+    *,
+    sm_scale: float,
+    implementation: str | None,
+) -> Float[Array, "rows tokens heads v"]:
+    """Attention of a chunk, K and V of its own tokens expanded for each head and not read back from the pool.
+
+    The first new_len tokens of a row stand at q_start onward; `source` may cover them, what it names from q_start on is
+    not read. An fp8 pool therefore rounds a token for later steps and not for those of its own chunk.
+    """
+    region, spec = subpool.region(), latent_spec(subpool)
+    rows, tokens, heads, _ = q.shape
+    out, _ = mla_prefill.mla_extend(
+        q.reshape(rows * tokens, heads, -1),
+        jnp.einsum("rtl,hnl->rthn", kv_c, w_uk).reshape(rows * tokens, heads, -1),
+        k_pe.reshape(rows * tokens, -1),
+        jnp.einsum("rtl,hvl->rthv", kv_c, w_uv).reshape(rows * tokens, heads, -1),
+        Rows(jnp.arange(rows, dtype=jnp.int32) * tokens, new_len),
+        buffer,
+        replace(source, kv_end=jnp.minimum(source.kv_end, q_start)),
+        jnp.int32(subpool.block_offset(layer)),
+        w_uk,
+        w_uv,
+        max_new=tokens,
+        kv_dtype=spec.dtype,
+        row_width=region.block_shape[-1],
+        sm_scale=sm_scale,
+        # There is no Triton form for new tokens: by that name the chunk takes the one preferred on the device.
+        implementation=None if implementation == "triton" else implementation,
+        decode_implementation=implementation,
+    )
+    return out.reshape(rows, tokens, heads, -1)

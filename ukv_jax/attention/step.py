@@ -4,13 +4,16 @@
 new step that holds the new buffer.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32, UInt8
+from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels import state_step
+from pallas_kernels.mla_decode import MAX_DRAFT
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import translator
 from ukv_jax.attention import gqa, mla, recurrent
@@ -53,22 +56,35 @@ class PoolStep:
     implementation: str | None = field(metadata={"static": True})
 
     def mla(
-        self, layer: int, ql_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array, *, sm_scale: float
-    ) -> tuple[Array, "PoolStep"]:
-        """Stores kv_c and k_pe of the new tokens at cache-layer `layer`, then attends. Shapes as in `attention.mla`."""
+        self,
+        layer: int,
+        q_nope: Float[Array, "rows tokens heads nope"],
+        q_pe: Float[Array, "rows tokens heads rope"],
+        kv_c: Float[Array, "rows tokens kv_lora_rank"],
+        k_pe: Float[Array, "rows tokens rope"],
+        w_uk: Float[Array, "heads nope kv_lora_rank"],
+        w_uv: Float[Array, "heads v kv_lora_rank"],
+        *,
+        sm_scale: float,
+    ) -> tuple[Float[Array, "rows tokens heads v"], "PoolStep"]:
+        """Stores kv_c and k_pe of the new tokens at cache-layer `layer`, then attends.
+
+        Up to `MAX_DRAFT` tokens a row attend in absorbed form: the up-projections go to the query and to the output, and
+        all heads read the same rows (arXiv:2405.04434, section 2.1.2). Longer chunks expand K and V for each head.
+        """
         full = self.layout.full
+        source, start = self.sources[full.name], self.positions[:, 0]
+        options: dict[str, Any] = dict(sm_scale=sm_scale, implementation=self.implementation)
         buffer = mla.write(full, self.buffer, layer, self.write_locs[full.name], kv_c, k_pe)
-        out, _ = mla.attend(
-            full,
-            buffer,
-            layer,
-            self.sources[full.name],
-            ql_nope,
-            q_pe,
-            self.positions[:, 0],
-            sm_scale=sm_scale,
-            implementation=self.implementation,
-        )
+        if kv_c.shape[1] > MAX_DRAFT:
+            q = jnp.concatenate([q_nope, q_pe], axis=-1)
+            out = mla.extend(
+                full, buffer, layer, source, q, kv_c, k_pe, w_uk, w_uv, start, self.new_len, **options
+            )
+        else:
+            ql_nope = jnp.einsum("rthn,hnl->rthl", q_nope, w_uk)
+            out, _ = mla.attend(full, buffer, layer, source, ql_nope, q_pe, start, **options)
+            out = jnp.einsum("rthl,hvl->rthv", out.astype(q_nope.dtype), w_uv)
         return out, replace(self, buffer=buffer)
 
     def gqa(
@@ -110,6 +126,41 @@ class PoolStep:
             relative_bias=relative_bias,
             implementation=self.implementation,
         )
+        return out, replace(self, buffer=buffer)
+
+    def conv_step(
+        self,
+        layer: int,
+        part: str,
+        x: Float[Array, "rows channels"],
+        weight: Float[Array, "channels kernel"],
+        bias: Float[Array, " channels"] | None = None,
+        *,
+        residual: bool = False,
+    ) -> tuple[Float[Array, "rows channels"], "PoolStep"]:
+        """One token a row through a short convolution whose last inputs are state part `part` of `layer`.
+
+        As `pallas_kernels.state_step.conv_step`, like the next two methods of theirs. Their kernel is the best for the
+        device at hand, unless this step's implementation is "xla".
+        """
+        return self._state_step(state_step.conv_step, layer, part, x, weight, bias, residual=residual)
+
+    def delta_step(
+        self, layer: int, part: str, q: Array, k: Array, v: Array, g: Array, beta: Array
+    ) -> tuple[Float[Array, "rows heads v"], "PoolStep"]:
+        return self._state_step(state_step.delta_step, layer, part, q, k, v, g, beta)
+
+    def ssm_step(
+        self, layer: int, part: str, x: Array, dt: Array, a: Array, b: Array, c: Array
+    ) -> tuple[Float[Array, "rows heads head_dim"], "PoolStep"]:
+        return self._state_step(state_step.ssm_step, layer, part, x, dt, a, b, c)
+
+    def _state_step(
+        self, step: Callable[..., Any], layer: int, part: str, *inputs: Array | None, **options: Any
+    ) -> tuple[Array, "PoolStep"]:
+        blocks = recurrent.blocks(self.layout.state, part, layer)
+        implementation = "xla" if self.implementation == "xla" else None
+        buffer, out = step(self.buffer, self.slots, blocks, *inputs, **options, implementation=implementation)
         return out, replace(self, buffer=buffer)
 
     def read_state(self, layer: int, parts: Iterable[str] | None = None) -> dict[str, Array]:

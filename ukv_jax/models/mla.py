@@ -1,15 +1,13 @@
-"""Multi-head latent attention in absorbed form.
+"""Multi-head latent attention: one latent row and one shared positional key a token (arXiv:2405.04434, section 2.1).
 
-The cache holds one latent row and one shared positional key a token. The up-projections of the latent are applied to
-the query (W_UK) and to the output (W_UV) instead of to every cached row (arXiv 2405.04434, section 2.1.2), so all
-heads read the same rows, and V is a prefix of the row.
+The cache gets the up-projections of the latent (W_UK, W_UV) too: it knows how many tokens it has to read, and with that
+whether to apply them to the queries and the output or to the rows.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from ukv_jax.models.config import ModelConfig
@@ -22,9 +20,10 @@ def apply(
 ) -> tuple[Array, Any]:
     """Mixer interface of the decoder; `layer` counts the MLA layers. x and result [rows, tokens, hidden].
 
-    The cache gets ql_nope [rows, tokens, heads, kv_lora_rank], q_pe [rows, tokens, heads, qk_rope_head_dim],
-    kv_c [rows, tokens, kv_lora_rank] and k_pe [rows, tokens, qk_rope_head_dim], stores the latter two at
-    `cache.positions` and returns [rows, tokens, heads, kv_lora_rank].
+    The cache gets q_nope [rows, tokens, heads, qk_nope_head_dim], q_pe [rows, tokens, heads, qk_rope_head_dim],
+    kv_c [rows, tokens, kv_lora_rank], k_pe [rows, tokens, qk_rope_head_dim], w_uk [heads, qk_nope_head_dim, kv_lora_rank]
+    and w_uv [heads, v_head_dim, kv_lora_rank], stores kv_c and k_pe at `cache.positions` and returns
+    [rows, tokens, heads, v_head_dim].
     """
     mla = config.mla
     assert mla is not None
@@ -43,7 +42,7 @@ def apply(
 
     if mla.rope is not None:
         q_pe, k_pe = (apply_rope(mla.rope, pe, cache.positions) for pe in (q_pe, k_pe))
-    ql_nope = jnp.einsum("rthn,hnl->rthl", q_nope, params["w_uk"])
-    out, cache = cache.mla(layer, ql_nope, q_pe, kv_c, k_pe, sm_scale=mla.sm_scale)
-    out = jnp.einsum("rthl,hvl->rthv", out.astype(x.dtype), params["w_uv"])
+    out, cache = cache.mla(
+        layer, q_nope, q_pe, kv_c, k_pe, params["w_uk"], params["w_uv"], sm_scale=mla.sm_scale
+    )
     return linear(out.reshape(rows, tokens, -1), params["o_proj"]), cache
