@@ -37,10 +37,24 @@ def randomize(
 
 
 @torch.no_grad()
+def bias_choice(model: torch.nn.Module, seed: int = 1) -> None:
+    """Fills the bias of the experts' choice: no parameter, so `randomize` leaves it at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+
+
+@torch.no_grad()
 def golden(
-    model: torch.nn.Module, layers: torch.nn.ModuleList, vocab_size: int, prompt: int, steps: int
+    model: torch.nn.Module,
+    layers: torch.nn.ModuleList,
+    vocab_size: int,
+    prompt: int,
+    steps: int,
+    cached: bool = True,
 ) -> dict[str, np.ndarray]:
-    """One pass over the prompt, then greedy tokens through transformers' own cache."""
+    """One pass over the prompt, then greedy tokens through transformers' own cache, or by passes over all tokens."""
     ids = torch.randint(2, vocab_size, (1, prompt), generator=torch.Generator().manual_seed(3))
     found: list[torch.Tensor] = []
     keep = lambda module, args, out: found.append(out[0] if isinstance(out, tuple) else out)
@@ -54,7 +68,10 @@ def golden(
     for _ in range(steps):
         greedy_logits.append(out.logits[0, -1].numpy())
         greedy.append(int(greedy_logits[-1].argmax()))
-        out = model(input_ids=torch.tensor([[greedy[-1]]]), cache=out.cache, use_cache=True)
+        if cached:
+            out = model(input_ids=torch.tensor([[greedy[-1]]]), cache=out.cache, use_cache=True)
+        else:
+            out = model(input_ids=torch.cat([ids, torch.tensor([greedy])], dim=1), use_cache=False)
     best = np.sort(np.stack(greedy_logits), axis=1)[:, -2:]
     return {
         "ids": ids[0].numpy().astype(np.int32),
@@ -77,13 +94,15 @@ def write(
     prompt: int = PROMPT,
     steps: int = STEPS,
     seed: int = 0,
-) -> None:
-    """Randomizes and saves a model, loads it back in float32 and writes what it computes."""
+    cached: bool = True,
+) -> float:
+    """Randomizes and saves a model, loads it back in float32 and writes what it computes. Returns the margin, relative to
+    the largest logit."""
     torch.set_num_threads(1)  # tiny matrices, and results that don't depend on the number of cores
     randomize(model, special, seed)
     model.to(torch.bfloat16).save_pretrained(directory)
     model = type(model).from_pretrained(directory, dtype=torch.float32).eval()
-    arrays = golden(model, layers(model), vocab_size, prompt, steps)
+    arrays = golden(model, layers(model), vocab_size, prompt, steps, cached)
     np.savez_compressed(
         directory / "golden.npz", versions=f"transformers {transformers.__version__}", **arrays
     )
@@ -92,3 +111,4 @@ def write(
         f"{directory.name}: {size / 1e3:.0f} kB, margin {arrays['margin']:.2e}, "
         f"greedy {arrays['greedy'].tolist()}"
     )
+    return float(arrays["margin"] / np.abs(arrays["greedy_logits"]).max())

@@ -64,21 +64,13 @@ def special(name: str, noise: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def bias_experts(model: torch.nn.Module) -> None:
-    """The bias of the experts' choice is no parameter: `randomize` leaves it at zero."""
-    generator = torch.Generator().manual_seed(1)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("tests/models/golden"))
     args = parser.parse_args()
     config = transformers.InklingConfig(text_config=TEXT, vision_config=VISION, audio_config=AUDIO)
     model = transformers.InklingForConditionalGeneration(config).eval()
-    bias_experts(model)
+    golden.bias_choice(model)
     layers = lambda model: model.model.language_model.layers
     golden.write(args.out / "inkling", model, special, layers, VOCAB)
 

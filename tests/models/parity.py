@@ -7,6 +7,7 @@ greedy and greedy_logits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from ukv_jax.models.decoder import cache_spec, forward, run_layers
+from ukv_jax.models.decoder import logits as logits_of
 from ukv_jax.models.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -34,10 +36,13 @@ def load_golden(name: str) -> dict[str, np.ndarray]:
         return {key: file[key] for key in file.files}
 
 
+_load = lru_cache(maxsize=2)(lambda name, dtype: load_model(GOLDEN / name, dtype=dtype))
+
+
 def run(name: str, make_cache, dtype: str = "float32") -> Run:
     """The golden prompt of directory `name` in row 1 of a batch of two (row 0 lies idle), then as many greedy tokens."""
     golden = load_golden(name)
-    params, config = load_model(GOLDEN / name, dtype=dtype)
+    params, config = _load(name, dtype)
     ids, steps = golden["ids"], len(golden["greedy"])
     live = jnp.asarray([0, 1], jnp.int32)
     cache = make_cache(cache_spec(config, dtype), 2, len(ids) + steps)
@@ -45,9 +50,9 @@ def run(name: str, make_cache, dtype: str = "float32") -> Run:
     @jax.jit
     def chunk(params, tokens, cache, new_len):
         cache = cache.begin(tokens.shape[1], new_len)
-        outputs = [x[1] for x, _ in run_layers(params, config, tokens, cache)]
-        logits, cache = forward(params, config, tokens, cache)  # the same computation: compiled once
-        return logits[1], jnp.stack(outputs), cache.end()
+        *outputs, (x, cache) = run_layers(params, config, tokens, cache)
+        hidden = jnp.stack([y[1] for y in (*(y for y, _ in outputs), x)])
+        return logits_of(params, config, x)[1], hidden, cache.end()
 
     @jax.jit
     def decode(params, first, cache):

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from ukv_jax.cache import CacheSpec, HeadKV, LatentKV, StatePart
 from ukv_jax.models import gdn, gqa, kda, mamba2, mamba2_gqa, mla, moe, per_layer, short_conv
@@ -78,14 +78,21 @@ def forward(
     if last_only:
         last = jnp.maximum(cache.new_len - 1, 0)
         x = jnp.take_along_axis(x, last[:, None, None], axis=1)[:, 0]
+    return logits(params, config, x), cache
+
+
+def logits(
+    params: Params, config: ModelConfig, x: Float[Array, "*batch hidden"]
+) -> Float32[Array, "*batch vocab"]:
+    """Final norm and language model head, over what the last layer gave."""
     x = rms_norm(x, params["final_norm"], config.rms_norm_eps)
     head = params.get("lm_head", params["embed"])
     contract_hidden = (((x.ndim - 1,), (1,)), ((), ()))
-    logits = lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32)
-    logits = logits * config.multipliers.logits
+    out = lax.dot_general(x, head, contract_hidden, preferred_element_type=jnp.float32)
+    out = out * config.multipliers.logits
     if config.final_logit_cap is not None:
-        logits = config.final_logit_cap * jnp.tanh(logits / config.final_logit_cap)
-    return logits, cache
+        out = config.final_logit_cap * jnp.tanh(out / config.final_logit_cap)
+    return out
 
 
 def run_layers(

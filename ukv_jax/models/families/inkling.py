@@ -34,6 +34,11 @@ MULTIMODAL = (
     "vision_config", "audio_config", "image_token_id", "audio_token_id", "image_bos_token_id", "audio_bos_token_id",
     "mtp_config",
 )  # fmt: skip
+# Fields that mean nothing where no layer has experts.
+MOE_FIELDS = (
+    "shared_expert_sink", "use_gate_bias", "norm_after_topk", "use_global_scale", "gate_activation", "n_routed_experts",
+    "num_local_experts", "num_experts_per_tok", "n_shared_experts", "route_scale",
+)  # fmt: skip
 
 
 def read_config(top: ConfigReader) -> ModelConfig:
@@ -49,6 +54,7 @@ def read_config(top: ConfigReader) -> ModelConfig:
     mixers, mlps = _mixers(reader, layers), _mlps(reader, layers)
     full, swa = _attention(reader, mixers)
     dense_size, moe_size = _mlp_sizes(reader)
+    moe = _moe(reader, moe_size) if "moe" in mlps else reader.inert(MOE_FIELDS)
     for name in ("use_sconv", "use_embed_norm"):
         reader.only(name, True)
     reader.only("hidden_act", "silu")
@@ -76,7 +82,7 @@ def read_config(top: ConfigReader) -> ModelConfig:
         pad_token_id=reader.get("pad_token_id", default=top.get("pad_token_id")),
         gqa=full,
         swa=swa,
-        moe=_moe(reader, moe_size) if "moe" in mlps else None,
+        moe=moe,
         multipliers=Multipliers(logits=1 / reader.number("logits_mup_width_multiplier")),
         residual_conv_kernel=reader.positive("sconv_kernel_size", "conv_kernel_size"),
         logits_width=reader.get("unpadded_vocab_size"),

@@ -34,6 +34,12 @@ from ukv_jax.models.weights import Tensor
 
 MIXER_OF_LAYER_TYPE = {"full_attention": "mla", "linear_attention": "kda"}
 MLP_OF_LAYER_TYPE = {"dense": "dense", "sparse": "moe"}
+# Fields that mean nothing where no layer has experts.
+MOE_FIELDS = (
+    "moe_router_activation_func", "num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_token",
+    "num_experts_per_tok", "moe_intermediate_size", "num_shared_experts", "n_shared_experts", "moe_renormalize",
+    "norm_topk_prob", "routed_scaling_factor", "num_expert_group", "n_group", "topk_group", "use_grouped_topk",
+)  # fmt: skip
 
 
 def read_config(reader: ConfigReader) -> ModelConfig:
@@ -52,7 +58,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         conv_kernel=_linear_field(reader, linear, "short_conv_kernel_size", "linear_conv_kernel_dim"),
     )
     mlps = _mlps(reader, layers)
-    moe = _moe(reader) if "moe" in mlps else None
+    moe = _moe(reader) if "moe" in mlps else reader.inert(MOE_FIELDS)
 
     reader.only("hidden_act", "silu")
     reader.only("mla_use_nope", True)
