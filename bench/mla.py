@@ -9,6 +9,7 @@ kernel and with it.
 """
 
 import importlib
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -338,6 +339,7 @@ def main(argv: list[str]) -> None:
     heads = max(shape.heads for shape in shapes)
     abstract = partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     rows: list[dict[str, Any]] = []
+    began = time.monotonic()
     with ThreadPoolExecutor(16) as pool:
         programs = [
             {
@@ -350,6 +352,7 @@ def main(argv: list[str]) -> None:
             }
             for batch in batches
         ]  # fmt: skip
+    print(f"compiled {sum(map(len, programs))} programs in {time.monotonic() - began:.0f} s", flush=True)
     for batch, mine in zip(batches, programs, strict=True):
         rows.append(bench(batch, mine, capacity, heads, options.iters, peers))
         show(rows[-1])
