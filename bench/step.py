@@ -21,7 +21,8 @@ from jax import lax
 
 from bench import timing
 from ukv_jax import loop, pool, requests
-from ukv_jax.attention import pool_specs
+from ukv_jax.attention import begin_step, mla, pool_specs
+from ukv_jax.attention.mla import latent_spec
 from ukv_jax.layout import PoolLayout, StaticLayout, UnifiedLayout
 from ukv_jax.loop import Generation
 from ukv_jax.models.config import KDAConfig, MLAConfig, ModelConfig, MoEConfig
@@ -113,23 +114,53 @@ def decode(config: ModelConfig, steps: int, delivery: str) -> Callable[..., Any]
     return run
 
 
+def fill_chunk(state: PoolState, rows: jax.Array, new: jax.Array) -> PoolState:
+    """Random KV rows of the next `new` tokens of each request: the same for a request and position in either pool."""
+    step = begin_step(state, rows, new, tokens=ADMIT_TOKENS)
+    full = state.layout.full
+    spec = latent_spec(full)
+    buffer, width = step.buffer, spec.kv_lora_rank + spec.qk_rope_head_dim
+    for layer in range(spec.num_layers):
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(1), layer), state.requests.seq_len.max())
+        kv = jax.random.normal(key, (*step.positions.shape, width), jnp.bfloat16)
+        kv_c, k_pe = jnp.split(kv, [spec.kv_lora_rank], axis=-1)
+        buffer = mla.write(full, buffer, layer, step.write_locs[full.name], kv_c, k_pe)
+    return replace(state, buffer=buffer)
+
+
+def fill_states(state: PoolState, rows: jax.Array) -> PoolState:
+    """Random recurrent and convolution states."""
+    step = begin_step(state, rows, jnp.ones_like(rows), tokens=1)
+    for layer in range(state.layout.state.spec.parts[0].num_layers):
+        key = jax.random.fold_in(jax.random.key(2), layer)
+        parts = step.read_state(layer)
+        step = step.write_state(
+            layer, {name: jax.random.normal(key, x.shape, x.dtype) for name, x in parts.items()}
+        )
+    return replace(state, buffer=step.buffer)
+
+
 def begin(layout: PoolLayout, lengths: np.ndarray, max_new: int) -> tuple[PoolState, Generation]:
-    """Requests that have `lengths` tokens behind them (all of them zero rows of KV) and are decoding."""
+    """Requests that have `lengths` tokens behind them, with random KV rows and states, and are decoding."""
     rows = jnp.arange(layout.max_requests, dtype=jnp.int32)
     final = jnp.asarray(lengths, jnp.int32)
     most = int(lengths.max())
     admit = jax.jit(partial(loop.admit, pages_per_row=ADMIT_TOKENS // PAGE_SIZE), donate_argnums=0)
-    append = jax.jit(partial(requests.append, max_tokens=most), donate_argnums=0)
+    append = jax.jit(partial(requests.append, max_tokens=ADMIT_TOKENS), donate_argnums=0)
     state = jax.jit(partial(pool.init, layout))()
+    fill = jax.jit(fill_chunk, donate_argnums=0)
     for tokens in range(ADMIT_TOKENS, most + ADMIT_TOKENS, ADMIT_TOKENS):
         state, reserved = admit(state, rows, jnp.minimum(final, tokens))
         if not bool(reserved.granted.all()):
             raise RuntimeError(
                 f"the pool of {layout.total_bytes} bytes has no room for {tokens} tokens a row"
             )
-    state, appended = append(state, rows, final)
-    if not bool(appended.ok.all()):
-        raise RuntimeError("a row has no pages for its tokens")
+        new = jnp.clip(final - (tokens - ADMIT_TOKENS), 0, ADMIT_TOKENS)
+        state = fill(state, rows, new)
+        state, appended = append(state, rows, new)
+        if not bool((appended.ok | (new == 0)).all()):
+            raise RuntimeError("a row has no pages for its tokens")
+    state = jax.jit(fill_states, donate_argnums=0)(state, rows)
     gen = loop.init_generation(layout, max_new_tokens=max_new)
     gen = loop.enroll(gen, rows, max_new=max_new, seed=rows)
     decoding = jnp.ones_like(gen.decoding)
