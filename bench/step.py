@@ -217,6 +217,7 @@ def bench(
         lowered = jax.jit(decode(config, steps, delivery), donate_argnums=(1, 2)).lower(params, state, gen)
         run = lowered.compile(compiler_options=CAPTURE_LOOPS)
         compile_seconds[name] = round(time.perf_counter() - start, 1)
+        print(f"{name}: compiled in {compile_seconds[name]} s", flush=True)
         twins[name] = Twin(run, params, state, gen, steps)
     seconds: dict[str, list[float]] = {name: [] for name in twins}
     for i in range(WARM_UP + pairs):

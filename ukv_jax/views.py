@@ -25,7 +25,7 @@ def clear_pages(
     def clear(i, buffer):
         page = pages[i]
         for region in subpool.regions:
-            blocks = subpool.block_offset(0, region.name) + np.arange(region.count) * _block_step(subpool)
+            blocks = subpool.block_offset(0, region.name) + np.arange(region.count) * block_step(subpool)
             index = page * subpool.stride(region.name) + jnp.asarray(blocks, jnp.int32)
             index = jnp.where(page > PADDING, index, -1)
             zeros = jnp.zeros((region.count, math.prod(region.block_shape)), region.dtype)
@@ -35,6 +35,6 @@ def clear_pages(
     return lax.fori_loop(0, count, clear, buffer)
 
 
-def _block_step(subpool: SubPool) -> int:
+def block_step(subpool: SubPool) -> int:
     """Blocks from one block of a page to the next block of the same page."""
     return 1 if subpool.base is None else subpool.num_pages

@@ -5,8 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-# The state lives for the whole request: no TF32 where it is read or updated.
-PRECISION = lax.Precision.HIGHEST
+
+def einsum(spec: str, *operands: Array) -> Array:
+    """The state lives for the whole request: no TF32 where it is read or updated."""
+    return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
 
 
 def delta_rule(
@@ -27,9 +29,9 @@ def delta_rule(
     if group > 1:
         q, k = (jnp.repeat(part, group, axis=1) for part in (q, k))
     state = state * jnp.exp(g)[..., None]
-    delta = (v - _einsum("rhkv,rhk->rhv", state, k)) * beta[..., None]
+    delta = (v - einsum("rhkv,rhk->rhv", state, k)) * beta[..., None]
     state = state + k[..., None] * delta[..., None, :]
-    return _einsum("rhkv,rhk->rhv", state, q), state
+    return einsum("rhkv,rhk->rhv", state, q), state
 
 
 def ssm(
@@ -49,7 +51,7 @@ def ssm(
     b, c = (jnp.repeat(part, x.shape[1] // b.shape[1], axis=1) for part in (b, c))
     decay = jnp.exp(dt * a)[..., None, None]
     state = state * decay + (dt[..., None] * x)[..., None] * b[:, :, None]
-    return _einsum("rhpn,rhn->rhp", state, c), state
+    return einsum("rhpn,rhn->rhp", state, c), state
 
 
 def convolution(
@@ -70,7 +72,3 @@ def convolution(
         y = y + bias.astype(jnp.float32)
     y = x.astype(jnp.float32) + y if residual else jax.nn.silu(y)
     return y.astype(x.dtype), window[:, 1:]
-
-
-def _einsum(spec: str, *operands: Array) -> Array:
-    return jnp.einsum(spec, *operands, precision=PRECISION)

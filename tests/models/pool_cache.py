@@ -58,6 +58,18 @@ class PoolCache:
         out, step = self.step.gqa(*args, **options)
         return out, replace(self, step=step)
 
+    def conv_step(self, *args, **options):
+        out, step = self.step.conv_step(*args, **options)
+        return out, replace(self, step=step)
+
+    def delta_step(self, *args):
+        out, step = self.step.delta_step(*args)
+        return out, replace(self, step=step)
+
+    def ssm_step(self, *args):
+        out, step = self.step.ssm_step(*args)
+        return out, replace(self, step=step)
+
     def read_state(self, layer, parts=None):
         return self.step.read_state(layer, parts)
 

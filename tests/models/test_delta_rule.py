@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.state_step import formulas
 from ukv_jax.models import delta_rule
 
 ROWS, TOKENS, HEADS, K, V = 2, 53, 2, 8, 6
@@ -48,10 +49,10 @@ def test_chunked_equals_the_recurrence(channels, chunk):
 
 
 @decays
-def test_recurrent_step_equals_the_recurrence(channels):
+def test_single_steps_equal_the_recurrence(channels):
     q, k, v, g, beta, state = inputs(channels, 1)
     expected, final = recurrence(q, k, v, g, beta, state)
-    step, outs = jax.jit(delta_rule.recurrent_step), []
+    step, outs = jax.jit(formulas.delta_rule), []
     for t in range(TOKENS):
         out, state = step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
         outs.append(out)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.state_step import formulas
 from ukv_jax.models import mamba2
 
 ROWS, TOKENS, HEADS, GROUPS, DIM, STATE = 2, 53, 6, 2, 5, 8
@@ -59,10 +60,10 @@ def test_a_slow_step_after_fast_ones():
     close(chunked(x, dt, a, b, c, state), recurrence(x, dt, a, b, c, state))
 
 
-def test_recurrent_step_equals_the_recurrence():
+def test_single_steps_equal_the_recurrence():
     x, dt, a, b, c, state = inputs(3)
     expected, final = recurrence(x, dt, a, b, c, state)
-    step, outs = jax.jit(mamba2.recurrent_step), []
+    step, outs = jax.jit(formulas.ssm), []
     for t in range(TOKENS):
         out, state = step(x[:, t], dt[:, t], a, b[:, t], c[:, t], state)
         outs.append(out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -9,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.models.dense_cache import make_dense_cache
+from ukv_jax.cache import CacheSpec
 from ukv_jax.models import gdn, kda, mamba2
 from ukv_jax.models.config import GDNConfig, KDAConfig, Mamba2Config
 
@@ -64,8 +67,10 @@ class Layer:
         self.params = {n: jnp.asarray(rng.normal(size=s) * 0.5, jnp.float32) for n, s in shapes.items()}
 
         def attend(params, x, state, new_len):
-            valid = jnp.arange(x.shape[1]) < new_len[:, None]
-            return function(params, config, 1e-5, x, state, valid, new_len)
+            cache = make_dense_cache(CacheSpec(None, self.parts), ROWS, 0)
+            cache = replace(cache, state={n: s[None] for n, s in state.items()}).begin(x.shape[1], new_len)
+            out, cache = function(params, config, 1e-5, 0, x, cache)
+            return out, cache.read_state(0)
 
         self.attend = partial(jax.jit(attend), self.params)
 

@@ -5,30 +5,33 @@ from collections.abc import Iterable
 from typing import cast
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
+from pallas_kernels.state_step import StateBlocks
 from ukv_jax import views
 from ukv_jax.layout import PADDING, StatePart, StateSpec, SubPool
 
 
+def blocks(subpool: SubPool, part: str, layer: int) -> StateBlocks:
+    """Where the pieces of `part` at cache-layer `layer` lie, for a kernel that reads and writes them in place."""
+    [spec] = _parts(subpool, [part])
+    first = subpool.block_offset(layer * spec.blocks_per_layer, part)
+    return StateBlocks(jnp.int32(first), subpool.stride(part), views.block_step(subpool), spec.dtype)
+
+
 def _block_index(
-    subpool: SubPool, part: str, layer: int, slots: Int32[Array, " rows"]
+    subpool: SubPool, part: StatePart, layer: int, slots: Int32[Array, " rows"]
 ) -> Int32[Array, "rows blocks"]:
     """Block of every piece of `part` at cache-layer `layer`; the padding slot's for a dead row."""
-    parts = cast(StateSpec, subpool.spec).parts
-    per_layer = next(p for p in parts if p.name == part).blocks_per_layer
-    offsets = np.array(
-        [subpool.block_offset(layer * per_layer + j, part) for j in range(per_layer)], np.int32
-    )
-    return jnp.maximum(slots, PADDING)[:, None] * subpool.stride(part) + offsets
+    where = blocks(subpool, part.name, layer)
+    pieces = jnp.arange(part.blocks_per_layer, dtype=jnp.int32) * where.piece_stride
+    return jnp.maximum(slots, PADDING)[:, None] * where.slot_stride + where.first + pieces
 
 
 def _parts(subpool: SubPool, names: Iterable[str] | None) -> list[StatePart]:
     """The parts of these names (None: all)."""
-    assert isinstance(subpool.spec, StateSpec)
-    parts = {p.name: p for p in subpool.spec.parts}
+    parts = {p.name: p for p in cast(StateSpec, subpool.spec).parts}
     names = list(parts if names is None else names)
     if unknown := sorted(set(names) - set(parts)):
         raise ValueError(f"no state parts {unknown}; sub-pool {subpool.name!r} has {sorted(parts)}")
@@ -45,7 +48,7 @@ def read(
     """These parts (None: all) of one layer, [rows, blocks_per_layer, *block_shape]; a dead row (slot -1) reads zeros."""
     state = {}
     for part in _parts(subpool, parts):
-        index = _block_index(subpool, part.name, layer, slots)
+        index = _block_index(subpool, part, layer, slots)
         values = views.read_rows(buffer, part.dtype, math.prod(part.block_shape), index)
         state[part.name] = values.reshape(*index.shape, *part.block_shape)
     return state
@@ -67,7 +70,7 @@ def write(
         want = (slots.shape[0], part.blocks_per_layer, *part.block_shape)
         if value.shape != want:
             raise ValueError(f"state part {part.name!r} has shape {value.shape}, the pool stores {want}")
-        index = _block_index(subpool, part.name, layer, slots)
+        index = _block_index(subpool, part, layer, slots)
         index = jnp.where(slots[:, None] > PADDING, index, -1)
         rows = value.astype(part.dtype).reshape(-1, math.prod(part.block_shape))
         buffer = views.write_rows(buffer, index.reshape(-1), rows)

@@ -5,39 +5,49 @@ head; arXiv 2510.26692, section 3, for one per key channel):
 
     S_t = (I - beta_t k_t k_t^T) diag(a_t) S_{t-1} + beta_t k_t v_t^T        o_t = S_t^T q_t
 
-`recurrent_step` is that formula; `chunked` computes the same for many tokens in matrix products. Both are pure in
-the state. A padded token is one with g = 0 and beta = 0: it leaves the state as it was. g has a last axis of k channels,
-or of 1 where the whole head decays at one rate.
+`pallas_kernels.state_step` is that formula for one token; `chunked` computes the same for many in matrix products. A padded
+token is one with g = 0 and beta = 0: it leaves the state as it was. g has a last axis of k channels, or of 1 where the whole
+head decays at one rate.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from pallas_kernels.state_step.formulas import einsum
+
 CHUNK = 64
-# The state lives for the whole request: no TF32 where it is read or updated.
-PRECISION = lax.Precision.HIGHEST
 
 
-def einsum(spec: str, *operands: Array) -> Array:
-    return jnp.einsum(spec, *operands, precision=PRECISION)
+def gated_delta_rule(
+    q: Float[Array, "rows tokens key_heads k"],
+    k: Float[Array, "rows tokens key_heads k"],
+    v: Float[Array, "rows tokens heads v"],
+    g: Float[Array, "rows tokens heads #k"],
+    beta: Float[Array, "rows tokens heads"],
+    layer: int,
+    cache: Any,
+) -> tuple[Float[Array, "rows tokens heads v"], Any]:
+    """Over a state that the cache keeps in part "recurrent" of `layer`; all in float32. g is the log of the decay (<= 0);
+    each key head serves heads / key_heads consecutive heads.
 
-
-def recurrent_step(
-    q: Float[Array, "rows heads k"],
-    k: Float[Array, "rows heads k"],
-    v: Float[Array, "rows heads v"],
-    g: Float[Array, "rows heads #k"],
-    beta: Float[Array, "rows heads"],
-    state: Float[Array, "rows heads k v"],
-) -> tuple[Float[Array, "rows heads v"], Float[Array, "rows heads k v"]]:
-    """One token for every row, all in float32. g is the log of the decay (<= 0)."""
-    state = state * jnp.exp(g)[..., None]
-    delta = (v - einsum("rhkv,rhk->rhv", state, k)) * beta[..., None]
-    state = state + k[..., None] * delta[..., None, :]
-    return einsum("rhkv,rhk->rhv", state, q), state
+    One token a row is one step in place; more are read, run in chunks and written back. Padding has g = 0 and beta = 0.
+    """
+    if v.shape[1] == 1:
+        q, k, v, g, beta = (part[:, 0] for part in (q, k, v, g, beta))
+        out, cache = cache.delta_step(layer, "recurrent", q, k, v, g, beta)
+        return out[:, None], cache
+    group = v.shape[2] // q.shape[2]
+    if group > 1:
+        q, k = (jnp.repeat(part, group, axis=2) for part in (q, k))
+    state = cache.read_state(layer, ("recurrent",))["recurrent"]
+    out, new = chunked(q, k, v, g, beta, state.astype(jnp.float32))
+    new = jnp.where((cache.new_len > 0)[:, None, None, None], new.astype(state.dtype), state)
+    return out, cache.write_state(layer, {"recurrent": new})
 
 
 def split_chunks(x: Float[Array, "rows tokens heads *rest"], chunk: int) -> Array:

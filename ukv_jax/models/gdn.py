@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
 from ukv_jax.cache import StatePart
 from ukv_jax.models.config import GDNConfig, ModelConfig
-from ukv_jax.models.delta_rule import chunked, recurrent_step, unit
+from ukv_jax.models.delta_rule import gated_delta_rule, unit
 from ukv_jax.models.layers import linear, rms_normalize
 from ukv_jax.models.short_conv import short_conv
 
@@ -28,44 +28,35 @@ def attend(
     params: dict[str, Array],
     config: GDNConfig,
     norm_eps: float,
+    layer: int,
     x: Float[Array, "rows tokens hidden"],
-    state: dict[str, Array],
-    valid: Bool[Array, "rows tokens"],
-    new_len: Int32[Array, " rows"],
-) -> tuple[Float[Array, "rows tokens hidden"], dict[str, Array]]:
-    """The whole layer over explicit state: conv [rows, kernel - 1, q, k and v channels] (inputs of the convolution, model
-    dtype) and recurrent [rows, num_v_heads, k_head_dim, v_head_dim] (float32).
+    cache: Any,
+) -> tuple[Float[Array, "rows tokens hidden"], Any]:
+    """The whole layer, over state parts conv [rows, kernel - 1, q, k and v channels] (inputs of the convolution, model dtype)
+    and recurrent [rows, num_v_heads, k_head_dim, v_head_dim] (float32) of `layer`.
 
-    Tokens beyond new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
+    Tokens beyond cache.new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
     bit for bit.
     """
     rows, tokens = x.shape[:2]
+    valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
-    qkv, conv = short_conv(linear(x, params["qkv_proj"]), state["conv"], params["conv"], new_len)
+    qkv, cache = short_conv(linear(x, params["qkv_proj"]), params["conv"], layer, cache)
     keys = config.num_k_heads * config.k_head_dim
     q, k, v = jnp.split(qkv.astype(jnp.float32), (keys, 2 * keys), axis=-1)
     q, k = (unit(part.reshape(rows, tokens, config.num_k_heads, config.k_head_dim)) for part in (q, k))
-    group = config.num_v_heads // config.num_k_heads
-    q, k = (jnp.repeat(part, group, axis=2) for part in (q * config.k_head_dim**-0.5, k))
+    q = q * config.k_head_dim**-0.5
     v = v.reshape(rows, tokens, config.num_v_heads, config.v_head_dim)
 
     beta, a = jnp.split(linear(x, params["ba_proj"]).astype(jnp.float32), 2, axis=-1)
     g = -jnp.exp(params["A_log"]) * jax.nn.softplus(a + params["dt_bias"])
     g = jnp.where(valid[..., None], g, 0)[..., None]
     beta = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0)
-
-    if tokens == 1:
-        q, k, v, g, beta = (part[:, 0] for part in (q, k, v, g, beta))
-        out, recurrent = recurrent_step(q, k, v, g, beta, state["recurrent"])
-        out = out[:, None]
-    else:
-        out, recurrent = chunked(q, k, v, g, beta, state["recurrent"])
-    recurrent = jnp.where((new_len > 0)[:, None, None, None], recurrent, state["recurrent"])
+    out, cache = gated_delta_rule(q, k, v, g, beta, layer, cache)
 
     gate = linear(x, params["z_proj"]).astype(jnp.float32).reshape(out.shape)
     out = rms_normalize(out, norm_eps) * params["o_norm"].astype(jnp.float32) * jax.nn.silu(gate)
-    out = linear(out.astype(x.dtype).reshape(rows, tokens, -1), params["o_proj"])
-    return out, {"conv": conv, "recurrent": recurrent}
+    return linear(out.astype(x.dtype).reshape(rows, tokens, -1), params["o_proj"]), cache
 
 
 def apply(
@@ -73,7 +64,4 @@ def apply(
 ) -> tuple[Array, Any]:
     """Mixer interface of the decoder; `layer` counts the GDN layers."""
     assert config.gdn is not None
-    valid = jnp.arange(x.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
-    state = cache.read_state(layer)
-    out, state = attend(params, config.gdn, config.rms_norm_eps, x, state, valid, cache.new_len)
-    return out, cache.write_state(layer, state)
+    return attend(params, config.gdn, config.rms_norm_eps, layer, x, cache)

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
 from ukv_jax.cache import StatePart
 from ukv_jax.models.config import KDAConfig, ModelConfig
-from ukv_jax.models.delta_rule import chunked, recurrent_step, unit
+from ukv_jax.models.delta_rule import gated_delta_rule, unit
 from ukv_jax.models.layers import linear, rms_normalize
 from ukv_jax.models.short_conv import short_conv
 
@@ -27,21 +27,21 @@ def attend(
     params: dict[str, Array],
     config: KDAConfig,
     norm_eps: float,
+    layer: int,
     x: Float[Array, "rows tokens hidden"],
-    state: dict[str, Array],
-    valid: Bool[Array, "rows tokens"],
-    new_len: Int32[Array, " rows"],
-) -> tuple[Float[Array, "rows tokens hidden"], dict[str, Array]]:
-    """The whole layer over explicit state: conv [rows, kernel - 1, 3 * channels] (inputs of the q, k and v
-    convolutions side by side, model dtype) and recurrent [rows, heads, head_dim, head_dim] (float32).
+    cache: Any,
+) -> tuple[Float[Array, "rows tokens hidden"], Any]:
+    """The whole layer, over state parts conv [rows, kernel - 1, 3 * channels] (inputs of the q, k and v convolutions side by
+    side, model dtype) and recurrent [rows, heads, head_dim, head_dim] (float32) of `layer`.
 
-    Tokens beyond new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
+    Tokens beyond cache.new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
     bit for bit.
     """
     rows, tokens = x.shape[:2]
     heads = (rows, tokens, config.num_heads, config.head_dim)
+    valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
-    qkv, conv = short_conv(linear(x, params["qkv_proj"]), state["conv"], params["conv"], new_len)
+    qkv, cache = short_conv(linear(x, params["qkv_proj"]), params["conv"], layer, cache)
     q, k, v = (part.reshape(heads).astype(jnp.float32) for part in jnp.split(qkv, 3, axis=-1))
     q, k = unit(q) * config.head_dim**-0.5, unit(k)
 
@@ -50,19 +50,11 @@ def attend(
     beta = jax.nn.sigmoid(linear(x, params["b_proj"]).astype(jnp.float32))
     g = jnp.where(valid[..., None, None], g, 0)
     beta = jnp.where(valid[..., None], beta, 0)
-
-    if tokens == 1:
-        q, k, v, g, beta = (part[:, 0] for part in (q, k, v, g, beta))
-        out, recurrent = recurrent_step(q, k, v, g, beta, state["recurrent"])
-        out = out[:, None]
-    else:
-        out, recurrent = chunked(q, k, v, g, beta, state["recurrent"])
-    recurrent = jnp.where((new_len > 0)[:, None, None, None], recurrent, state["recurrent"])
+    out, cache = gated_delta_rule(q, k, v, g, beta, layer, cache)
 
     gate = linear(linear(x, params["g_a_proj"]), params["g_b_proj"]).reshape(heads).astype(jnp.float32)
     out = rms_normalize(out, norm_eps) * params["o_norm"].astype(jnp.float32) * jax.nn.sigmoid(gate)
-    out = linear(out.astype(x.dtype).reshape(rows, tokens, -1), params["o_proj"])
-    return out, {"conv": conv, "recurrent": recurrent}
+    return linear(out.astype(x.dtype).reshape(rows, tokens, -1), params["o_proj"]), cache
 
 
 def apply(
@@ -70,7 +62,4 @@ def apply(
 ) -> tuple[Array, Any]:
     """Mixer interface of the decoder; `layer` counts the KDA layers."""
     assert config.kda is not None
-    valid = jnp.arange(x.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
-    state = cache.read_state(layer)
-    out, state = attend(params, config.kda, config.rms_norm_eps, x, state, valid, cache.new_len)
-    return out, cache.write_state(layer, state)
+    return attend(params, config.kda, config.rms_norm_eps, layer, x, cache)

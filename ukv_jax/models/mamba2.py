@@ -4,39 +4,26 @@ Per head, with state S [head_dim, state], step dt_t > 0 and A < 0:
 
     S_t = exp(dt_t A) S_{t-1} + dt_t x_t B_t^T        y_t = S_t C_t + D x_t
 
-B and C are shared by the heads of a group. `recurrent_step` is that formula, `chunked` computes the same for many tokens
-in matrix products (section 6, SSD). Both are pure in the state. A padded token is one with dt = 0: it leaves the state as
-it was.
+B and C are shared by the heads of a group. `pallas_kernels.state_step` is that formula for one token, `chunked` computes the
+same for many in matrix products (section 6, SSD). A padded token is one with dt = 0: it leaves the state as it was.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
+from pallas_kernels.state_step.formulas import einsum
 from ukv_jax.cache import StatePart
 from ukv_jax.models.config import Mamba2Config
-from ukv_jax.models.delta_rule import CHUNK, einsum, join_chunks, split_chunks, sum_after
+from ukv_jax.models.delta_rule import CHUNK, join_chunks, split_chunks, sum_after
 from ukv_jax.models.layers import linear, rms_normalize
 from ukv_jax.models.short_conv import short_conv
-
-
-def recurrent_step(
-    x: Float[Array, "rows heads head_dim"],
-    dt: Float[Array, "rows heads"],
-    a: Float[Array, " heads"],
-    b: Float[Array, "rows groups state"],
-    c: Float[Array, "rows groups state"],
-    state: Float[Array, "rows heads head_dim state"],
-) -> tuple[Float[Array, "rows heads head_dim"], Float[Array, "rows heads head_dim state"]]:
-    """One token for every row, all in float32, without the D x_t term. a is negative."""
-    b, c = (jnp.repeat(part, x.shape[1] // b.shape[1], axis=1) for part in (b, c))
-    decay = jnp.exp(dt * a)[..., None, None]
-    state = state * decay + (dt[..., None] * x)[..., None] * b[:, :, None]
-    return einsum("rhpn,rhn->rhp", state, c), state
 
 
 def _segment_sums(g: Float[Array, "*batch chunk"]) -> Float[Array, "*batch chunk chunk"]:
@@ -95,45 +82,50 @@ def attend(
     params: dict[str, Array],
     config: Mamba2Config,
     norm_eps: float,
+    layer: int,
     x: Float[Array, "rows tokens hidden"],
-    state: dict[str, Array],
-    valid: Bool[Array, "rows tokens"],
-    new_len: Int32[Array, " rows"],
-) -> tuple[Float[Array, "rows tokens hidden"], dict[str, Array]]:
-    """The whole layer over explicit state: conv [rows, kernel - 1, x, B and C channels] (inputs of the convolution, model
-    dtype) and recurrent [rows, num_heads, head_dim, state_size] (float32).
+    cache: Any,
+) -> tuple[Float[Array, "rows tokens hidden"], Any]:
+    """The whole layer, over state parts conv [rows, kernel - 1, x, B and C channels] (inputs of the convolution, model dtype)
+    and recurrent [rows, num_heads, head_dim, state_size] (float32) of `layer`.
 
-    Tokens beyond new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
+    Tokens beyond cache.new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
     bit for bit.
     """
     rows, tokens = x.shape[:2]
     channels, shared = config.channels, config.num_groups * config.state_size
     heads = (rows, tokens, config.num_heads, config.head_dim)
+    valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
     projected = linear(x * config.in_multiplier, params["in_proj"])
     widths = (channels, channels, shared, shared, config.num_heads)
     projected = projected * np.repeat(config.multipliers, widths).astype(projected.dtype)
     gate, conv_in, dt = jnp.split(projected, (channels, channels + config.conv_channels), axis=-1)
 
-    conv_out, conv = short_conv(conv_in, state["conv"], params["conv"], new_len, params.get("conv_bias"))
+    conv_out, cache = short_conv(conv_in, params["conv"], layer, cache, params.get("conv_bias"))
     inner, b, c = jnp.split(conv_out.astype(jnp.float32), (channels, channels + shared), axis=-1)
     inner = inner.reshape(heads)
     b, c = (part.reshape(rows, tokens, config.num_groups, config.state_size) for part in (b, c))
     dt = jax.nn.softplus(dt.astype(jnp.float32) + params["dt_bias"])
     dt = jnp.where(valid[..., None], dt, 0)
-    a = -jnp.exp(params["A_log"])
-
-    if tokens == 1:
-        first = (inner[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
-        out, recurrent = recurrent_step(*first, state["recurrent"])
-        out = out[:, None]
-    else:
-        out, recurrent = chunked(inner, dt, a, b, c, state["recurrent"])
-    recurrent = jnp.where((new_len > 0)[:, None, None, None], recurrent, state["recurrent"])
+    out, cache = _ssm(inner, dt, -jnp.exp(params["A_log"]), b, c, layer, cache)
 
     out = out + params["D"][:, None] * inner
     out = _gated_norm(out.reshape(rows, tokens, channels), gate, params, config, norm_eps)
-    return linear(out.astype(x.dtype), params["out_proj"]), {"conv": conv, "recurrent": recurrent}
+    return linear(out.astype(x.dtype), params["out_proj"]), cache
+
+
+def _ssm(
+    x: Array, dt: Array, a: Array, b: Array, c: Array, layer: int, cache: Any
+) -> tuple[Float[Array, "rows tokens heads head_dim"], Any]:
+    """Over the state in part "recurrent" of `layer`: one token a row in one step in place, more in chunks."""
+    if x.shape[1] == 1:
+        out, cache = cache.ssm_step(layer, "recurrent", x[:, 0], dt[:, 0], a, b[:, 0], c[:, 0])
+        return out[:, None], cache
+    state = cache.read_state(layer, ("recurrent",))["recurrent"]
+    out, new = chunked(x, dt, a, b, c, state.astype(jnp.float32))
+    new = jnp.where((cache.new_len > 0)[:, None, None, None], new.astype(state.dtype), state)
+    return out, cache.write_state(layer, {"recurrent": new})
 
 
 def _gated_norm(out: Array, gate: Array, params: dict[str, Array], config: Mamba2Config, eps: float) -> Array:

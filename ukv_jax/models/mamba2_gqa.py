@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array
 
 from ukv_jax.models import gqa, mamba2
@@ -19,10 +18,8 @@ def apply(params: dict[str, Any], config: ModelConfig, layer: int, x: Array, cac
     """
     assert config.mamba2 is not None
     assert config.gqa is not None
-    valid = jnp.arange(x.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
-    state, eps, scale = cache.read_state(layer), config.rms_norm_eps, config.multipliers
-    recurrent, state = mamba2.attend(params["mamba2"], config.mamba2, eps, x, state, valid, cache.new_len)
-    cache = cache.write_state(layer, state)
+    eps, scale = config.rms_norm_eps, config.multipliers
+    recurrent, cache = mamba2.attend(params["mamba2"], config.mamba2, eps, layer, x, cache)
     attention, cache = gqa.attend(
         params["gqa"], config.gqa, eps, layer, x * scale.attention_in, cache, pool="full"
     )

@@ -12,7 +12,7 @@ from ukv_jax.cache import StatePart
 from ukv_jax.models.config import ModelConfig
 
 
-def causal_conv(
+def _causal_conv(
     x: Float[Array, "rows tokens channels"],
     state: Float[Array, "rows kernel-1 channels"],
     weight: Float[Array, "channels kernel"],
@@ -33,16 +33,25 @@ def causal_conv(
 
 def short_conv(
     x: Float[Array, "rows tokens channels"],
-    state: Float[Array, "rows kernel-1 channels"],
     weight: Float[Array, "channels kernel"],
-    new_len: Int32[Array, " rows"],
+    layer: int,
+    cache: Any,
     bias: Float[Array, " channels"] | None = None,
-) -> tuple[Float[Array, "rows tokens channels"], Float[Array, "rows kernel-1 channels"]]:
-    """`causal_conv` with a bias and silu; outputs in the dtype of x."""
-    y, new_state = causal_conv(x, state, weight, new_len)
+    *,
+    part: str = "conv",
+) -> tuple[Float[Array, "rows tokens channels"], Any]:
+    """silu of a causal depthwise convolution, whose last inputs the cache keeps in state part `part` of `layer`.
+
+    One token a row is one step in place; more are read, convolved and written back. Float32, out in the dtype of x.
+    """
+    if x.shape[1] == 1:
+        y, cache = cache.conv_step(layer, part, x[:, 0], weight, bias)
+        return y[:, None], cache
+    state = cache.read_state(layer, (part,))[part]
+    y, state = _causal_conv(x, state, weight, cache.new_len)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
-    return jax.nn.silu(y).astype(x.dtype), new_state
+    return jax.nn.silu(y).astype(x.dtype), cache.write_state(layer, {part: state})
 
 
 def residual_conv(
@@ -52,9 +61,12 @@ def residual_conv(
     part: str,
     cache: Any,
 ) -> tuple[Float[Array, "rows tokens channels"], Any]:
-    """x plus its causal convolution, whose last inputs the cache keeps in state part `part` of `layer`."""
+    """x plus its causal convolution, otherwise as `short_conv`."""
+    if x.shape[1] == 1:
+        y, cache = cache.conv_step(layer, part, x[:, 0], weight, residual=True)
+        return y[:, None], cache
     state = cache.read_state(layer, (part,))[part]
-    y, state = causal_conv(x, state, weight, cache.new_len)
+    y, state = _causal_conv(x, state, weight, cache.new_len)
     return (x.astype(jnp.float32) + y).astype(x.dtype), cache.write_state(layer, {part: state})
 
 
