@@ -16,16 +16,19 @@ def run(
       operation: name for errors.
       implementations: name -> (module, function), with "xla" among them. Modules are imported at first use: a GPU
         backend may need what a CPU machine lacks.
-      implementation: a name, or None: "mosaic" on Hopper GPUs (compute capability 9.0) where the operation has it and
-        it can serve the call, else "xla".
+      implementation: a name, or None: of those that the operation has, the first that can serve the call. On Hopper
+        GPUs (compute capability 9.0) "mosaic" comes first; on NVIDIA GPUs from Ampere on (8.0) "triton"; then "xla".
 
     Raises:
       ValueError: an unknown name.
       NotImplementedError: from the call, where the named implementation cannot serve it. It is never replaced.
     """
     if implementation is None:
-        hopper = device.target() == ("cuda", (9, 0))
-        names = [name for name in ("mosaic", "xla") if name in implementations and (hopper or name == "xla")]
+        platform, capability = device.target()
+        order = ["xla"]
+        if platform == "cuda" and capability >= (8, 0):
+            order = ["mosaic", "triton", "xla"] if capability == (9, 0) else ["triton", "xla"]
+        names = [name for name in order if name in implementations]
     elif implementation in implementations:
         names = [implementation]
     else:

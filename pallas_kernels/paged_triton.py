@@ -104,7 +104,9 @@ def merge(indptr, kv_start, kv_end, q_start, part, part_lse, out, lse,
     )  # fmt: skip
     lane = tl.arange(0, ROWS_P2)
     base = tl.sum(tl.where(lane < b, units, 0), 0)
-    _, _, _, blocks = span(b, b < ROWS, kv_start, kv_end, q_start, indptr, SOURCE, COVER, Q_STOP, REACH, BLOCK)
+    _, _, _, blocks = span(
+        b, b < ROWS, kv_start, kv_end, q_start, indptr, SOURCE, COVER, Q_STOP, REACH, BLOCK
+    )
     # Slices that hold blocks of this row: its units ROW_COST .. ROW_COST + blocks - 1.
     g_first = (base + ROW_COST) // share
     g_last = (base + ROW_COST + blocks - 1) // share

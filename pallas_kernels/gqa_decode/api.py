@@ -7,13 +7,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import implementations
+from pallas_kernels import device, implementations
 from pallas_kernels.read_source import ReadSource, check_source
 
 KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
 
-# Every function takes what `gqa_decode` takes, less `implementation`.
-IMPLEMENTATIONS = {"xla": ("pallas_kernels.gqa_decode.reference", "gqa_decode_xla")}
+# Every function takes what `gqa_decode` takes, less `implementation`, and raises NotImplementedError with the reason, at
+# trace time, when it cannot serve.
+IMPLEMENTATIONS = {
+    "mosaic": ("pallas_kernels.gqa_decode.mosaic_gpu", "gqa_decode_mosaic"),
+    "triton": ("pallas_kernels.gqa_decode.triton", "gqa_decode_triton"),
+    "xla": ("pallas_kernels.gqa_decode.reference", "gqa_decode_xla"),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -73,7 +78,8 @@ def gqa_decode(
       q_start: position of each row's first query, default ``kv_end - s_q``. Query i sits at ``q_start[b] + i`` and sees
         the positions p with ``kv_start[b] <= p < kv_end[b]`` and ``p <= q_start[b] + i``. For right-padded chunks pass
         ``kv_end - new_len``: what padding queries give is finite and of no use.
-      implementation: "xla", or None for the best on the device at hand.
+      implementation: "mosaic", "triton" or "xla". None takes the first that can serve of those preferred for the device at hand
+        (`pallas_kernels.implementations.run`).
 
     Returns:
       out in q.dtype, and lse f32: the natural log of the sum of exp(score) over visible positions, the sink included
@@ -89,15 +95,13 @@ def gqa_decode(
     """
     kv_dtype = jnp.dtype(kv_dtype)
     width = v_head_dim or q.shape[-1]
-    _check(q, buffer, source, v_offset, kv_dtype, num_kv_heads, width, scales, window, logit_cap, q_start)
-    rows, s_q, heads, _ = q.shape
-    if sinks is not None and sinks.shape != (heads,):
-        raise ValueError(f"sinks must be [{heads}] to match q, got {list(sinks.shape)}")
-    if relative_bias is not None and (
-        relative_bias.ndim != 4 or relative_bias.shape[:3] != (rows, s_q, heads) or relative_bias.shape[3] < 1
-    ):
-        raise ValueError(
-            f"relative_bias must be [{rows}, {s_q}, {heads}, extent], got {list(relative_bias.shape)}"
+    check(
+        q, buffer, source, v_offset, kv_dtype, num_kv_heads, width, scales, window, sinks, logit_cap, relative_bias, q_start
+    )  # fmt: skip
+    target = device.target()
+    if implementation == "mosaic" and target != ("cuda", (9, 0)):
+        raise NotImplementedError(
+            f"implementation 'mosaic' needs a Hopper GPU, the device at hand is {target}"
         )
     call = implementations.run("gqa_decode", IMPLEMENTATIONS, implementation)
     return call(  # type: ignore[no-any-return]
@@ -119,9 +123,10 @@ def gqa_decode(
     )
 
 
-def _check(  # type: ignore[no-untyped-def]
-    q, buffer, source, v_offset, kv_dtype, kv_heads, v_head_dim, scales, window, logit_cap, q_start
-) -> None:
+def check(  # type: ignore[no-untyped-def]
+    q, buffer, source, v_offset, kv_dtype, kv_heads, v_head_dim, scales, window, sinks, logit_cap, relative_bias, q_start
+) -> None:  # fmt: skip
+    """Raises what `gqa_decode` and `gqa_prefill` say of arguments that do not fit each other."""
     if kv_dtype.name not in KV_DTYPES:
         raise ValueError(f"kv_dtype must be one of {KV_DTYPES}, got {kv_dtype.name}")
     if buffer.ndim != 1 or buffer.dtype != jnp.uint8:
@@ -146,6 +151,14 @@ def _check(  # type: ignore[no-untyped-def]
         raise ValueError(f"window must be at least 1, got {window}")
     if logit_cap is not None and not logit_cap > 0:
         raise ValueError(f"logit_cap must be positive, got {logit_cap}")
+    if sinks is not None and sinks.shape != (heads,):
+        raise ValueError(f"sinks must be [{heads}] to match q, got {list(sinks.shape)}")
+    if relative_bias is not None and (
+        relative_bias.ndim != 4 or relative_bias.shape[:3] != (rows, s_q, heads) or relative_bias.shape[3] < 1
+    ):
+        raise ValueError(
+            f"relative_bias must be [{rows}, {s_q}, {heads}, extent], got {list(relative_bias.shape)}"
+        )
     row = kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
     sizes = [row * kv_dtype.itemsize] + ([4 * kv_heads] if scales is not None else [])
     for size in sizes:

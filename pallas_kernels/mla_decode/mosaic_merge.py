@@ -1,4 +1,4 @@
-"""Merge of the parts that the MLA decode kernel left of cut rows, by log-sum-exp, in place."""
+"""Merge of the parts that a decode kernel left of cut rows, by log-sum-exp, in place."""
 
 import math
 
@@ -28,9 +28,17 @@ def merge(
     A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
     slots first + 1 to last, `queries` lines each. `part_lse` is in base 2, -inf for a line that saw nothing.
     """
-    width = part.shape[1]
+    v_width = part.shape[1]
     if groups == 1:
         return out, lse
+    # As many lines as fill whole registers of a warpgroup are merged side by side.
+    abreast = 128 // math.gcd(v_width, 128)
+    if queries % abreast:
+        raise NotImplementedError(
+            f"lines of {v_width} are merged {abreast} at a time, which does not divide {queries} a row"
+        )
+    width, queries = abreast * v_width, queries // abreast
+    out_shape, out, part = out.shape, out.reshape(-1, width), part.reshape(-1, width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
     # A batch of few rows can be cut into many parts a row: there the warpgroups of a block share a line, many parts in
     # flight each. In a larger batch most cut rows have two parts, and a warpgroup alone takes some lines at once.
@@ -46,6 +54,16 @@ def merge(
         # Lines past the last one repeat it: the same values to the same place.
         mine = [jnp.minimum(block * lines + i, queries - 1) for i in range(lines)]
 
+        def over_lines(factors):
+            """One factor for each of the lines abreast, as a factor of their elements."""
+            if abreast == 1:
+                return factors[0]
+            line = lax.div(plgpu.broadcasted_iota(jnp.int32, (width,), 0, layout=layout), v_width)
+            spread = splat(factors[0])
+            for i, factor in enumerate(factors[1:], start=1):
+                spread = jnp.where(line == i, factor, spread)
+            return spread
+
         def add_parts(i, carry):
             at = [wg + (i * unroll + u) * threads for u in range(unroll)]
             safe = [jnp.minimum(a, count - 1) for a in at]
@@ -53,7 +71,7 @@ def merge(
             loaded = [
                 [
                     (
-                        part_lse_ref[s * queries + line],
+                        [part_lse_ref[(s * queries + line) * abreast + j] for j in range(abreast)],
                         plgpu.load(part_ref.at[s * queries + line], layout=layout),
                     )
                     for s in slots
@@ -61,55 +79,62 @@ def merge(
                 for line in mine
             ]
             after = []
-            for (peak, total, acc), parts in zip(carry, loaded, strict=True):
-                weights = [
-                    jnp.where(a < count, weight, -jnp.inf) for a, (weight, _) in zip(at, parts, strict=True)
+            for (peaks, totals, acc), parts in zip(carry, loaded, strict=True):
+                logs = [
+                    [jnp.where(a < count, log, -jnp.inf) for log in part_logs]
+                    for a, (part_logs, _) in zip(at, parts, strict=True)
                 ]
-                new_peak = peak
-                for weight in weights:
-                    new_peak = jnp.maximum(new_peak, weight)
-                decay = jnp.exp2(peak - new_peak)
-                total, acc = total * decay, acc * decay
-                for weight, (_, value) in zip(weights, parts, strict=True):
-                    weight = jnp.exp2(weight - new_peak)
-                    total, acc = total + weight, acc + value * weight
-                after.append((new_peak, total, acc))
+                new_peaks = peaks
+                for part_logs in logs:
+                    new_peaks = [jnp.maximum(*pair) for pair in zip(new_peaks, part_logs, strict=True)]
+                decays = [jnp.exp2(old - new) for old, new in zip(peaks, new_peaks, strict=True)]
+                totals = [total * decay for total, decay in zip(totals, decays, strict=True)]
+                acc = acc * over_lines(decays)
+                for part_logs, (_, value) in zip(logs, parts, strict=True):
+                    weights = [jnp.exp2(log - peak) for log, peak in zip(part_logs, new_peaks, strict=True)]
+                    totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
+                    acc = acc + value * over_lines(weights)
+                after.append((new_peaks, totals, acc))
             return tuple(after)
 
-        def write(line, peak, total, acc):
-            seen = total > 0
-            safe = jnp.where(seen, total, 1.0)
-            out_ref[row * queries + line] = (acc * (1 / safe)).astype(jnp.bfloat16)
-            lse_ref[row * queries + line] = jnp.where(seen, (peak + jnp.log2(safe)) * math.log(2), jnp.inf)
+        def write(line, peaks, totals, acc):
+            safe = [jnp.where(total > 0, total, 1.0) for total in totals]
+            out_ref[row * queries + line] = (acc * over_lines([1 / s for s in safe])).astype(jnp.bfloat16)
+            for j, (peak, total, s) in enumerate(zip(peaks, totals, safe, strict=True)):
+                natural = (peak + jnp.log2(s)) * math.log(2)
+                lse_ref[(row * queries + line) * abreast + j] = jnp.where(total > 0, natural, jnp.inf)
 
         @pl.when(row >= 0)
         def run():
             trips = lax.div(jnp.maximum(count - wg, 0) + (unroll * threads - 1), unroll * threads)
-            empty = (jnp.float32(-1e30), jnp.float32(0), splat(0))
+            empty = ([jnp.float32(-1e30)] * abreast, [jnp.float32(0)] * abreast, splat(0))
             merged = lax.fori_loop(0, trips, add_parts, (empty,) * lines)
             if not shared:
                 for line, result in zip(mine, merged, strict=True):
                     write(line, *result)
                 return
-            ((peak, total, acc),) = merged
+            ((peaks, totals, acc),) = merged
             acc_smem[wg] = acc
-            stat_smem[wg, 0], stat_smem[wg, 1] = peak, total
+            for j in range(abreast):
+                stat_smem[wg, 2 * j], stat_smem[wg, 2 * j + 1] = peaks[j], totals[j]
             plgpu.commit_smem()
             plgpu.barrier_arrive(ready)
 
             @pl.when(wg == 0)
             def combine():
                 plgpu.barrier_wait(ready)
-                peaks = [stat_smem[w, 0] for w in range(threads)]
-                peak = peaks[0]
-                for other in peaks[1:]:
-                    peak = jnp.maximum(peak, other)
-                total, acc = jnp.float32(0), splat(0)
+                last_peaks = []
+                for j in range(abreast):
+                    peak = stat_smem[0, 2 * j]
+                    for w in range(1, threads):
+                        peak = jnp.maximum(peak, stat_smem[w, 2 * j])
+                    last_peaks.append(peak)
+                totals, acc = [jnp.float32(0)] * abreast, splat(0)
                 for w in range(threads):
-                    weight = jnp.exp2(peaks[w] - peak)
-                    total += stat_smem[w, 1] * weight
-                    acc += plgpu.load(acc_smem.at[w], layout=layout) * weight
-                write(mine[0], peak, total, acc)
+                    weights = [jnp.exp2(stat_smem[w, 2 * j] - last_peaks[j]) for j in range(abreast)]
+                    totals = [t + stat_smem[w, 2 * j + 1] * weights[j] for j, t in enumerate(totals)]
+                    acc += plgpu.load(acc_smem.at[w], layout=layout) * over_lines(weights)
+                write(mine[0], last_peaks, totals, acc)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
@@ -121,9 +146,9 @@ def merge(
         thread_name="wg",
         scratch_types=[
             plgpu.SMEM((threads, width), jnp.float32),
-            plgpu.SMEM((threads, 2), jnp.float32),
+            plgpu.SMEM((threads, 2 * abreast), jnp.float32),
             plgpu.Barrier(num_arrivals=threads),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )(part, part_lse, leads, out_box, lse_box)
-    return jax.freeze(out_box), jax.freeze(lse_box)
+    return jax.freeze(out_box).reshape(out_shape), jax.freeze(lse_box)

@@ -61,12 +61,14 @@ def owns_start(share: Share, row):
 
 
 def find_share(
-    row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int
-) -> None:
+    row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int,
+    reach: int | None = None,
+) -> None:  # fmt: skip
     """Writes the numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
 
     Run by one warpgroup; each of its warps does the same work. `row_range_refs` are the int32[batch] refs of kv_start,
-    kv_end and, if given, q_start. Follow with `plgpu.commit_smem` before another warpgroup reads.
+    kv_end and, if given, q_start. `reach`: positions before the end of a row's queries that some of them sees, None for
+    all. Follow with `plgpu.commit_smem` before another warpgroup reads.
     """
     num_refs = len(row_range_refs)
 
@@ -76,7 +78,7 @@ def find_share(
     )
     def find(_, *args):
         *ranges, out, group = args
-        _emit_find_share(ranges, batch, group.registers.item(), groups, out, width_tokens, s_q)
+        _emit_find_share(ranges, batch, group.registers.item(), groups, out, width_tokens, s_q, reach)
 
     find(*row_range_refs, out_ref, group)
 
@@ -91,7 +93,7 @@ def row_end(share: Share, group, tiles):
     return (group + 1) * share.size - share.last_offset + tiles + share.overhead
 
 
-def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
+def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q, reach=None):
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
     less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
@@ -103,9 +105,13 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q):
         inside = less(row, none)
         at = [arith.index_cast(index, arith.select(inside, row, zero))]
         start = arith.maxsi(memref.load(ranges[0], at), zero)
-        stop = arith.minsi(memref.load(ranges[1], at), const(width_tokens))
+        q_stop = kv_end = memref.load(ranges[1], at)
+        stop = arith.minsi(kv_end, const(width_tokens))
         if len(ranges) == 3:
-            stop = arith.minsi(stop, arith.addi(memref.load(ranges[2], at), const(s_q)))
+            q_stop = arith.addi(memref.load(ranges[2], at), const(s_q))
+            stop = arith.minsi(stop, q_stop)
+        if reach is not None:
+            start = arith.maxsi(start, arith.subi(q_stop, const(reach)))
         tiles = arith.subi(
             arith.divui(arith.addi(stop, const(TILE - 1)), const(TILE)), arith.divui(start, const(TILE))
         )

@@ -35,12 +35,15 @@ def add_products(accumulators, left, rights):
     return [acc + product(right) for acc, right in zip(accumulators, rights, strict=True)]
 
 
-def find_share(row_range_refs, batch, group, groups, out_ref, *, width_tokens, s_q):
+def find_share(row_range_refs, batch, group, groups, out_ref, *, width_tokens, s_q, reach=None):
     """The split for rows of unequal lengths, by its definition."""
-    start, stop, *q_start = (ref[...] for ref in row_range_refs)
-    start, stop = jnp.maximum(start, 0), jnp.minimum(stop, width_tokens)
+    start, q_stop, *q_start = (ref[...] for ref in row_range_refs)
+    start, stop = jnp.maximum(start, 0), jnp.minimum(q_stop, width_tokens)
     if q_start:
-        stop = jnp.minimum(stop, q_start[0] + s_q)
+        q_stop = q_start[0] + s_q
+        stop = jnp.minimum(stop, q_stop)
+    if reach is not None:
+        start = jnp.maximum(start, q_stop - reach)
     cost = jnp.where(stop > start, (stop + 63) // 64 - start // 64, 0) + mosaic_schedule._OVERHEAD
     end = jnp.cumsum(cost)
     size = (end[-1] + groups - 1) // groups
@@ -54,11 +57,12 @@ def find_share(row_range_refs, batch, group, groups, out_ref, *, width_tokens, s
         out_ref[i] = jnp.int32(value)
 
 
-def substitute() -> None:
-    mosaic_gpu.store_rows = store_rows
-    mosaic_gpu.add_products = add_products
-    mosaic_gpu.rescale = lambda accumulators, factors: [acc * factors[:, None] for acc in accumulators]
-    mosaic_gpu.sync_warpgroup = lambda: None  # a warpgroup is one thread here
+def substitute(kernel, add_products) -> None:
+    """In the module of a decode kernel."""
+    kernel.store_rows = store_rows
+    kernel.add_products = add_products
+    kernel.rescale = lambda accumulators, factors: [acc * factors[:, None] for acc in accumulators]
+    kernel.sync_warpgroup = lambda: None  # a warpgroup is one thread here
     mosaic_schedule.find_share = find_share
     plgpu.griddepcontrol_wait = plgpu.griddepcontrol_launch_dependents = lambda: None
     # A kernel may end with slots of its ring free and nobody waiting for that; the interpreter takes it for a mistake.
@@ -76,7 +80,7 @@ def substitute() -> None:
 
 def main() -> None:
     """Rows cut between three blocks, windows, an empty row, drafts of three queries, ids translated in the kernel."""
-    substitute()
+    substitute(mosaic_gpu, add_products)
     case = make_case([77, 0, 130, 64, 300], heads=16, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129])
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         out, lse = mosaic_gpu.mla_decode_mosaic(

@@ -1,0 +1,510 @@
+"""Paged GQA decode for Hopper in Pallas Mosaic GPU: persistent workers over a schedule that they find themselves.
+
+A worker owns one KV head, one tile of 64 query rows (the heads that share the KV head, of s_q queries, padded) and a share
+of the batch's KV tiles of 64 positions. It is one warpgroup that loads K and V of a tile by TMA into two rings, and one
+that computes: S = Q K^T, softmax, O += P V with P in registers. Heads up to 128 wide leave room for two workers in a
+thread block: the products of one run beside the softmax of the other. V wider than 256 is shared by two computing
+warpgroups. What lies whole in a share is final; a row cut between workers leaves f32 partials for `mosaic_merge`.
+docs/gqa_decode.md has the numbers behind it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
+from pallas_kernels.mla_decode.mosaic_schedule import TILE
+from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
+
+if TYPE_CHECKING:
+    from pallas_kernels.gqa_decode.api import KVScales
+
+MAX_S_Q = 8  # queries a row: one, or a draft to verify
+M = 64  # query rows of a worker: the M of one warpgroup's WGMMA
+_SMEM_BYTES = 224 << 10  # what q and the rings may take
+_SMS = 132
+_MAX_STAGES = 8
+_ACC = plgpu.Layout.WGMMA
+_ROWS = _ACC.reduce(1)
+_SLACK = 8.0  # P stays below 2**8
+_MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Launch parameters.
+
+    `blocks`: thread blocks, one a multiprocessor. `workers`: in a block; None for two where each has room for two tiles.
+    """
+
+    blocks: int = _SMS
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks < 1:
+            raise ValueError(f"blocks must be at least 1, got {self.blocks}")
+        if self.workers not in (None, 1, 2):
+            raise ValueError(f"workers must be None, 1 or 2, got {self.workers}")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Workers in a thread block, warpgroups that share the columns of V in each, tiles in the ring of each."""
+
+    workers: int
+    parts: int
+    stages: int
+
+    @staticmethod
+    def make(config: TuningConfig, head_dim: int, v_head_dim: int) -> "_Plan":
+        parts = 2 if v_head_dim > 256 else 1
+
+        def stages(workers: int) -> int:
+            room = _SMEM_BYTES // workers - 2 * M * head_dim
+            return min(room // (2 * TILE * (head_dim + v_head_dim)), _MAX_STAGES)
+
+        workers = config.workers or (2 if parts == 1 and stages(2) >= 2 else 1)
+        if workers * (1 + parts) > 4 or stages(workers) < 1:
+            raise NotImplementedError(
+                f"{workers} workers a block have no room for heads of {head_dim} and {v_head_dim}"
+            )
+        return _Plan(workers, parts, stages(workers))
+
+
+def gqa_decode_mosaic(
+    q: Float[Array, "rows s_q heads head_dim"],
+    buffer: UInt8[Array, " total_bytes"],
+    source: ReadSource,
+    k_offset: Int32[Array, ""],
+    v_offset: Int32[Array, ""] | None,
+    *,
+    kv_dtype: DTypeLike,
+    num_kv_heads: int,
+    v_head_dim: int,
+    sm_scale: float,
+    scales: "KVScales | None" = None,
+    window: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    logit_cap: float | None = None,
+    relative_bias: Float[Array, "rows s_q heads extent"] | None = None,
+    q_start: Int32[Array, " rows"] | None = None,
+    config: TuningConfig | None = None,
+) -> tuple[Float[Array, "rows s_q heads v_head_dim"], Float[Array, "rows s_q heads"]]:
+    """See `pallas_kernels.gqa_decode.api.gqa_decode`. Raises NotImplementedError for what this kernel does not serve."""
+    rows, s_q, heads, head_dim = q.shape
+    row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
+    v_column = 0 if v_offset is not None else num_kv_heads * head_dim
+    _decline(q, source, kv_dtype, v_head_dim, sm_scale, relative_bias)
+    match source:
+        case PageTable(table=table):
+            translate, blocks_per_page, ids = False, 1, [table]
+        case VirtualPages(req_to_page=pages, row_ids=row_ids, v2p=v2p):
+            translate, blocks_per_page, ids = True, source.blocks_per_page, [pages, row_ids, v2p]
+        case _:
+            raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
+    config = config or TuningConfig()
+    plan = _Plan.make(config, head_dim, v_head_dim)
+    sharing = heads // num_kv_heads
+    queries = s_q * sharing
+    q_tiles = -(-queries // M)
+    lanes = (
+        num_kv_heads * q_tiles
+    )  # workers that go through one share side by side, each with its head and queries
+    groups = config.blocks * plan.workers // lanes
+    if groups < 1:
+        raise NotImplementedError(
+            f"{num_kv_heads} KV heads and {q_tiles} tiles of queries need more than {config.blocks * plan.workers} workers"
+        )
+    if rows == 0:
+        return jnp.zeros((0, s_q, heads, v_head_dim), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
+
+    page_size = source.page_size
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, page_size, row_width)
+    num_blocks = pool.shape[0]
+    # The queries of a KV head side by side, [rows * kv_heads, queries, head_dim]; a load brings whole tiles of 8 of them.
+    grouped = q.reshape(rows, s_q, num_kv_heads, sharing, head_dim).swapaxes(1, 2)
+    grouped = grouped.reshape(rows * num_kv_heads, queries, head_dim)
+    padded = -(-queries // 8) * 8
+    grouped = jnp.pad(grouped, ((0, 0), (0, padded - queries), (0, 0)))
+    box = min(M, padded)
+    sink_rows = []
+    if sinks is not None:
+        head_of_row = np.arange(q_tiles * M) % sharing
+        by_head = sinks.astype(jnp.float32).reshape(num_kv_heads, sharing)
+        sink_rows = [by_head[:, head_of_row].reshape(lanes, M)]
+    offsets = [jnp.asarray(k_offset, jnp.int32).reshape(1)]
+    if v_offset is not None:
+        offsets.append(jnp.asarray(v_offset, jnp.int32).reshape(1))
+    columns = ids[0].shape[1]
+    width_tokens = min(columns * page_size, 2**31 - TILE)
+    ranges = [source.kv_start, source.kv_end] + ([] if q_start is None else [q_start])
+    # Positions before the end of the queries that some query of a row sees.
+    reach = None if window is None or window + s_q > 2**31 - 1 else window + s_q - 1
+
+    load_rows = min(page_size, TILE)  # of one TMA
+    loads = TILE // load_rows
+    stages = plan.stages
+    part_width = v_head_dim // plan.parts
+    k_chunk, chunk = _tile_columns(head_dim), _tile_columns(part_width, v_column)
+    leads_by_row = rows < groups  # the shorter table of the rows that are cut
+    log2e = math.log2(math.e)
+    to_log2 = log2e if logit_cap is not None else sm_scale * log2e
+
+    full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+    across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
+
+    def kernel(*refs):
+        remaining = iter(refs)
+        take = lambda n: [next(remaining) for _ in range(n)]
+        q_ref, pool_ref = take(2)
+        offset_refs, sink_refs = take(len(offsets)), take(len(sink_rows))
+        range_refs, id_refs = take(len(ranges)), take(len(ids))
+        out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)
+        q_smem, k_smem, v_smem, share_smem = take(4)
+        share_ready, q_ready, q_free, k_ready, k_free, v_ready, v_free = take(7)
+        warpgroup = lax.axis_index("warpgroup")
+        worker, role = lax.div(warpgroup, 1 + plan.parts), lax.rem(warpgroup, 1 + plan.parts)
+        number = lax.axis_index("block") * plan.workers + worker
+        group, lane = lax.div(number, lanes), lax.rem(number, lanes)
+        kv_head, q_tile = lax.div(lane, q_tiles), lax.rem(lane, q_tiles)
+        live_rows = jnp.minimum(queries - q_tile * M, M)
+        k_block, v_block = offset_refs[0][0], offset_refs[-1][0]
+
+        def visible(b):
+            """(first, end) of the KV positions that some query of row b sees."""
+            q_stop = range_refs[1][b] if q_start is None else range_refs[2][b] + s_q
+            start, stop = jnp.maximum(range_refs[0][b], 0), jnp.minimum(range_refs[1][b], width_tokens)
+            if reach is not None:
+                start = jnp.maximum(start, q_stop - reach)
+            return start, stop if q_start is None else jnp.minimum(stop, q_stop)
+
+        def for_segments(share, run, carry, *, empty_rows):
+            """Calls run(b, tile_start, tile_stop, first_tile, tiles, carry) for each part of a row in this share.
+
+            empty_rows: also, without tiles, for the rows that see nothing and start in this share.
+            """
+
+            def visit(b, carry):
+                first_tile, tiles = mosaic_schedule.tile_range(*visible(b))
+                start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+                wanted = stop > start
+                if empty_rows:
+                    wanted |= (tiles == 0) & mosaic_schedule.owns_start(share, b)
+                return lax.cond(
+                    wanted, lambda c: run(b, start, stop, first_tile, tiles, c), lambda c: c, carry
+                )
+
+            return lax.fori_loop(share.first, jnp.minimum(share.last + 1, rows), visit, carry)
+
+        def page_entry(b, column):
+            """Entry of page `column` of row b; the padding page's, 0, for an id that names nothing."""
+            if translate:
+                request = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1)
+                page = id_refs[0][request, column]
+                num_virtual = id_refs[2].shape[0] - 1
+                page = jnp.where((page >= 0) & (page < num_virtual), page, 0)
+                entry = jnp.maximum(id_refs[2][page], 0) * blocks_per_page
+            else:
+                entry = id_refs[0][b, column]
+            block = entry + jnp.maximum(k_block, v_block)
+            return jnp.where((entry >= 0) & (block >= 0) & (block < num_blocks), entry, 0)
+
+        def place(n):
+            """Index of ring place n of this worker."""
+            return worker * stages + lax.rem(n, stages)
+
+        @pl.when(role == 0)
+        def load():
+            if box < M:  # the rows that no load ever writes
+                q_smem[worker] = plgpu.layout_cast(jnp.zeros((M, head_dim), jnp.bfloat16), _ACC)
+                plgpu.commit_smem()
+                sync_warpgroup()
+            plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
+            mosaic_schedule.find_share(
+                range_refs,
+                rows,
+                group,
+                groups,
+                share_smem.at[worker],
+                width_tokens=width_tokens,
+                s_q=s_q,
+                reach=reach,
+            )
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(share_ready.at[worker])
+            if plan.workers * plan.parts > 1:
+                plgpu.set_max_registers(24, action="decrease")
+            share = mosaic_schedule.read_share(share_smem.at[worker])
+
+            def segment(b, start, stop, first_tile, tiles, carry):
+                kv_first, kv_stop = visible(b)
+                first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
+
+                def entries_of(tile):
+                    column = lax.div((first_tile + tile) * TILE, page_size)
+                    # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
+                    return tuple(
+                        page_entry(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads)
+                    )
+
+                def one(i, carry):
+                    n, segments, entries = carry
+                    row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                    at = place(n)
+                    for smem, ready, free, block, column, width in (
+                        (k_smem, k_ready, k_free, k_block, kv_head * head_dim, head_dim),
+                        (v_smem, v_ready, v_free, v_block, v_column + kv_head * v_head_dim, v_head_dim),
+                    ):
+                        pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[at]))
+                        for j, entry in enumerate(entries):
+                            plgpu.copy_gmem_to_smem(
+                                pool_ref.at[entry + block, pl.ds(row, load_rows), pl.ds(column, width)],
+                                smem.at[at, pl.ds(j * load_rows, load_rows)],
+                                ready.at[at],
+                            )
+
+                    @pl.when(i == start)
+                    def queries_of_row():  # after the first tile, which need not wait for the row before
+                        pl.when(segments > 0)(lambda: plgpu.barrier_wait(q_free.at[worker]))
+                        plgpu.copy_gmem_to_smem(
+                            q_ref.at[b * num_kv_heads + kv_head, pl.ds(q_tile * M, box)],
+                            q_smem.at[worker, pl.ds(0, box)],
+                            q_ready.at[worker],
+                        )
+
+                    return n + 1, segments, entries_of(jnp.minimum(i + 1, stop - 1))
+
+                n, segments = carry
+                n, segments, _ = lax.fori_loop(start, stop, one, (n, segments, entries_of(start)))
+                return n, segments + 1
+
+            for_segments(share, segment, (jnp.int32(0), jnp.int32(0)), empty_rows=False)
+
+        def mask(s, position, kv_first, kv_stop, q_position):
+            token = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_ACC) + position
+            keep = (token >= kv_first) & (token < kv_stop)
+            if s_q > 1:
+                query = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 0, layout=_ACC) + q_tile * M
+                at = q_position + lax.div(query, sharing)
+                keep &= token <= at
+                if window is not None:
+                    keep &= token > at - window
+            return jnp.where(keep, s, -jnp.inf)
+
+        def clear(at, column, first, stop):
+            """Zeroes V of the positions outside [first, stop): P is 0 there, but 0 * NaN is NaN."""
+
+            # A loop that the compiler can't unroll: this runs rarely, and instructions that run once come slowly.
+            @pl.loop(0, part_width // chunk + jnp.minimum(stop, 0))  # stop >= 1
+            def columns_(c):
+                values = v_smem.at[at, :, pl.ds(column + c * chunk, chunk)]
+                token = plgpu.broadcasted_iota(jnp.int32, (TILE, chunk), 0, layout=_ACC)
+                value = plgpu.load(values, layout=_ACC)
+                values[...] = jnp.where((token >= first) & (token < stop), value, jnp.bfloat16(0))
+
+            plgpu.commit_smem()
+            sync_warpgroup()
+
+        def write_lead(index, row, last):
+            """Tells the merge that the parts of `row`, or of none if -1, lie in this group and those to `last`."""
+            lead_ref[index, 0], lead_ref[index, 1], lead_ref[index, 2] = row, group, last
+
+        def write_lead_of_group(share):
+            b = jnp.minimum(share.last, rows - 1)
+            _, tiles = mosaic_schedule.tile_range(*visible(b))
+            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+            leads = (share.last < rows) & (stop > 0) & (stop < tiles) & (start == 0)
+            write_lead(
+                group,
+                jnp.where(leads, b, -1),
+                lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size),
+            )
+
+        @pl.when(role > 0)
+        def compute():
+            if plan.workers * plan.parts > 1:
+                plgpu.set_max_registers(232, action="increase")
+            column = (role - 1) * part_width
+            first_part = role == 1
+            tells_leads = first_part & (lane == 0) & (group < groups)
+            plgpu.barrier_wait(share_ready.at[worker])
+            share = mosaic_schedule.read_share(share_smem.at[worker])
+            if not leads_by_row:
+                pl.when(tells_leads)(lambda: write_lead_of_group(share))
+
+            def first_sums(b, start, kv_first, kv_stop, q_position):
+                """Peak and sum before the first tile: the sink's, in the part that holds the start of a row."""
+                if sinks is None:
+                    return full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS)
+                sink = plgpu.load(sink_refs[0].at[lane], layout=_ROWS, optimized=False)
+                query = (
+                    plgpu.layout_cast(lax.div(lax.iota(jnp.int32, M) + q_tile * M, sharing), _ROWS)
+                    if s_q > 1
+                    else plgpu.layout_cast(jnp.full((M,), 0, jnp.int32), _ROWS)
+                )
+                at = q_position + query
+                lower, upper = kv_first, jnp.minimum(at + 1, kv_stop)
+                if window is not None:
+                    lower = jnp.maximum(at - (window - 1), kv_first)
+                sees = (start == 0) & (upper > lower)
+                peak = jnp.where(sees, jnp.maximum(sink * (log2e / to_log2), _MASKED), _MASKED)
+                return peak, jnp.where(sees, 1.0, 0.0)
+
+            def segment(b, start, stop, first_tile, tiles, n):
+                kv_first, kv_stop = visible(b)
+                q_position = (range_refs[1][b] - s_q) if q_start is None else range_refs[2][b]
+                if leads_by_row:
+                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
+                    pl.when(tells_leads & (start == 0))(
+                        lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last)
+                    )
+                pl.when(stop > start)(lambda: plgpu.barrier_wait(q_ready.at[worker]))
+
+                def one(i, carry):
+                    peak, total, acc, n = carry
+                    at = place(n)
+                    position = (first_tile + i) * TILE
+                    plgpu.barrier_wait(k_ready.at[at])
+
+                    def product(s_ref):
+                        plgpu.wgmma(s_ref, q_smem.at[worker], k_smem.at[at].transpose((1, 0)))
+                        return s_ref[...]
+
+                    s = pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
+                    plgpu.barrier_arrive(k_free.at[at])
+                    pl.when(i == stop - 1)(lambda: plgpu.barrier_arrive(q_free.at[worker]))
+                    if logit_cap is not None:
+                        # tanh by exp2: the hardware's own tanh has 11 bits.
+                        scale = 2 * sm_scale * log2e / logit_cap
+                        s = logit_cap - (2 * logit_cap) / (1 + jnp.exp2(s * scale))
+                    tail = (position < kv_first) | (position + TILE > kv_stop)
+                    edge = tail
+                    if s_q > 1:
+                        edge |= position + TILE > q_position + 1
+                        if window is not None:
+                            edge |= position < q_position + s_q - window
+                    s = lax.cond(
+                        edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s
+                    )
+                    # The subtrahend follows the maximum only when it falls behind by 2**_SLACK: most tiles rescale nothing.
+                    tile_peak = s.max(axis=1)
+                    new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
+                    decay = jnp.exp2((peak - new_peak) * to_log2)
+                    p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
+                    total = total * decay + p.sum(axis=1)
+                    plgpu.barrier_wait(v_ready.at[at])
+                    pl.when(tail)(lambda: clear(at, column, kv_first - position, kv_stop - position))
+                    (acc,) = rescale([acc], decay)
+                    values = v_smem.at[at, :, pl.ds(column, part_width)]
+                    (acc,) = add_products([acc], p.astype(jnp.bfloat16), [values])
+                    plgpu.barrier_arrive(v_free.at[at])
+                    return new_peak, total, acc, n + 1
+
+                peak, total = first_sums(b, start, kv_first, kv_stop, q_position)
+                peak, total, acc, n = lax.fori_loop(
+                    start, stop, one, (peak, total, full((M, part_width), 0, _ACC), n)
+                )
+                seen = total > 0
+                safe = jnp.where(seen, total, 1)
+                acc = acc * across(jnp.where(seen, 1 / safe, 0), acc)
+                log = peak * to_log2 + jnp.log2(safe)
+                whole = (start == 0) & (stop == tiles)
+
+                @pl.when(whole)
+                def final():
+                    line = (b * num_kv_heads + kv_head) * queries + q_tile * M
+                    store_rows(out_ref, acc.astype(jnp.bfloat16), line, live_rows, column)
+                    natural = jnp.where(seen, log * math.log(2), jnp.inf)
+                    pl.when(first_part)(lambda: store_rows(lse_ref, natural, line, live_rows))
+
+                @pl.when(jnp.logical_not(whole))
+                def partial_():
+                    slot = jnp.where(start == 0, groups + group, group)
+                    line = (slot * num_kv_heads + kv_head) * queries + q_tile * M
+                    store_rows(part_ref, acc, line, live_rows, column)
+                    weight = jnp.where(seen, log, -jnp.inf)
+                    pl.when(first_part)(lambda: store_rows(part_lse_ref, weight, line, live_rows))
+
+                return n
+
+            for_segments(share, segment, jnp.int32(0), empty_rows=True)
+
+    array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
+    k_tiled, v_tiled = (
+        (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
+        for columns in (k_chunk, chunk)
+    )
+    lines = num_kv_heads * queries
+    places = plan.workers * stages
+    out, lse, part, part_lse, leads = plgpu.kernel(
+        kernel,
+        out_type=[
+            array((rows * lines, v_head_dim), jnp.bfloat16),
+            array((rows * lines,), jnp.float32),
+            array((2 * groups * lines, v_head_dim), jnp.float32),
+            array((2 * groups * lines,), jnp.float32),
+            array((rows if leads_by_row else groups, 3), jnp.int32),
+        ],
+        grid=(config.blocks,),
+        grid_names=("block",),
+        num_threads=plan.workers * (1 + plan.parts),
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((plan.workers, M, head_dim), jnp.bfloat16, transforms=k_tiled),
+            plgpu.SMEM((places, TILE, head_dim), jnp.bfloat16, transforms=k_tiled),
+            plgpu.SMEM((places, TILE, v_head_dim), jnp.bfloat16, transforms=v_tiled),
+            plgpu.SMEM((plan.workers, 8), jnp.int32),
+            barrier(num_barriers=plan.workers),
+            barrier(num_barriers=plan.workers),
+            barrier(num_arrivals=plan.parts, num_barriers=plan.workers),
+            barrier(num_arrivals=loads, num_barriers=places),
+            barrier(num_arrivals=plan.parts, num_barriers=places),
+            barrier(num_arrivals=loads, num_barriers=places),
+            barrier(num_arrivals=plan.parts, num_barriers=places),
+        ],
+        # No reduction here crosses warps; the default scratch for those would not fit. What threads write to shared memory
+        # others read behind a barrier of ours: Pallas need not add its own around every load and store.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+    )(grouped, pool, *offsets, *sink_rows, *ranges, *ids)
+    out, lse = mosaic_merge.merge(out, lse, part, part_lse, leads, queries=lines, groups=groups)
+    # Both are no copies for s_q of 1.
+    out = out.reshape(rows, num_kv_heads, s_q, sharing, v_head_dim).swapaxes(1, 2)
+    lse = lse.reshape(rows, num_kv_heads, s_q, sharing).swapaxes(1, 2)
+    return out.reshape(rows, s_q, heads, v_head_dim), lse.reshape(rows, s_q, heads)
+
+
+def _tile_columns(width: int, column: int = 0) -> int:
+    """Columns of a swizzled tile, at most 64: heads are whole tiles, and the first starts at `column` of a row."""
+    return math.gcd(width, column, 64)
+
+
+def _decline(q, source, kv_dtype, v_head_dim, sm_scale, relative_bias) -> None:  # type: ignore[no-untyped-def]
+    s_q, head_dim = q.shape[1], q.shape[3]
+    if s_q > MAX_S_Q:
+        raise NotImplementedError(
+            f"made for decode and for drafts of at most {MAX_S_Q} queries a row, got {s_q}"
+        )
+    if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
+        raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
+    if relative_bias is not None:
+        raise NotImplementedError("the Mosaic kernel has no relative bias")
+    if source.page_size not in (8, 16, 32, 64, 128):
+        raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
+    if head_dim % 32 or v_head_dim % 32 or max(head_dim, v_head_dim) > 512:
+        raise NotImplementedError(
+            f"heads must be multiples of 32 up to 512 wide, got {head_dim} and {v_head_dim}"
+        )
+    if not sm_scale > 0:
+        raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")

@@ -1,0 +1,205 @@
+"""Paged GQA attention by jax-triton: for GPUs, shapes and options that the Mosaic kernel declines."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int32, UInt8
+
+from pallas_kernels import device
+from pallas_kernels.jax_triton_call import triton_call
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+
+if TYPE_CHECKING:
+    from pallas_kernels.gqa_decode.api import KVScales
+
+_LOG2_E = math.log2(math.e)
+_MAX_ROWS = 4096  # a program holds the lengths of all rows at once
+_MAX_WIDTH = 512
+
+
+def gqa_decode_triton(
+    q: Float[Array, "rows s_q heads head_dim"],
+    buffer: UInt8[Array, " total_bytes"],
+    source: ReadSource,
+    k_offset: Int32[Array, ""],
+    v_offset: Int32[Array, ""] | None,
+    *,
+    kv_dtype: jnp.dtype,
+    num_kv_heads: int,
+    v_head_dim: int,
+    sm_scale: float,
+    scales: "KVScales | None" = None,
+    window: int | None = None,
+    sinks: Float[Array, " heads"] | None = None,
+    logit_cap: float | None = None,
+    relative_bias: Float[Array, "rows s_q heads extent"] | None = None,
+    q_start: Int32[Array, " rows"] | None = None,
+) -> tuple[Float[Array, "rows s_q heads v_head_dim"], Float[Array, "rows s_q heads"]]:
+    """See `pallas_kernels.gqa_decode.api.gqa_decode`. NVIDIA GPUs from Ampere on, every source, page size and s_q.
+
+    q and KV in bfloat16 or both in float16; KV in float8_e4m3fn under bfloat16 q. Heads up to 512 wide. Temporaries are
+    f32 partials of the output: twice its elements, or those of 2 to 4 lines a multiprocessor and query head.
+    """
+    rows, s_q, heads, head_dim = q.shape
+    platform, capability = device.target()
+    if platform != "cuda" or capability < (8, 0):
+        raise NotImplementedError(
+            f"the Triton kernel needs a GPU of compute capability 8.0 or more, got {capability}"
+        )
+    fp8 = scales is not None
+    if q.dtype not in (jnp.bfloat16, jnp.float16) or kv_dtype != (jnp.float8_e4m3fn if fp8 else q.dtype):
+        raise NotImplementedError(
+            f"the Triton kernel serves q and KV in bfloat16 or float16, and float8_e4m3fn KV, got {q.dtype} and {kv_dtype}"
+        )
+    if fp8 and q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"the Triton kernel serves bfloat16 q over float8_e4m3fn KV, got {q.dtype}")
+    if not 1 <= rows <= _MAX_ROWS:
+        raise NotImplementedError(f"the Triton kernel serves 1 to {_MAX_ROWS} rows, got {rows}")
+    if max(head_dim, v_head_dim) > _MAX_WIDTH:
+        raise NotImplementedError(
+            f"the Triton kernel serves heads up to {_MAX_WIDTH} wide, got {head_dim} and {v_head_dim}"
+        )
+
+    from pallas_kernels import paged_triton
+    from pallas_kernels.gqa_decode import triton_kernels
+
+    sharing = s_q * heads // num_kv_heads
+    k_p2, v_p2 = (max(16, _power_of_two(width)) for width in (head_dim, v_head_dim))
+    tile = tile_sizes(capability, sharing, (k_p2 + v_p2) * kv_dtype.itemsize, v_p2)
+    groups = num_kv_heads * -(-sharing // tile["COLS"])
+    slices = max(1, tile["PER_CORE"] * device.core_count() // groups)
+    ps = source.page_size
+    row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
+    pool = buffer if fp8 else lax.bitcast_convert_type(buffer.reshape(-1, 2), kv_dtype).reshape(-1)
+    none = source.kv_end  # stands in for arrays that this call does not have
+    of_virtual: dict[str, Any] = {"REQUESTS": 1, "NUM_VIRTUAL": 0, "BLOCKS_PER_PAGE": 1}
+    match source:
+        case PageTable(table=ids):
+            kind, indptr, row_ids, v2p = 0, none, none, none
+            width, cover = ids.shape[1], ids.shape[1] * ps
+        case TokenStream(ids=ids, indptr=indptr):
+            kind, row_ids, v2p = 1, none, none
+            width, cover = 1, ids.shape[0]
+        case VirtualPages(req_to_page=ids, row_ids=row_ids, v2p=v2p):
+            kind, indptr = 2, none
+            width, cover = ids.shape[1], ids.shape[1] * ps
+            of_virtual = {
+                "REQUESTS": ids.shape[0],
+                "NUM_VIRTUAL": v2p.shape[0] - 1,
+                "BLOCKS_PER_PAGE": source.blocks_per_page,
+            }
+    # Without q_start the queries end at kv_end.
+    first_query, q_stop = (source.kv_end, 0) if q_start is None else (q_start, s_q)
+    if fp8:
+        scale_pool = lax.bitcast_convert_type(buffer.reshape(-1, 4), jnp.float32)
+        k_scale, v_scale = (jnp.asarray(x, jnp.int32) for x in (scales.k_offset, scales.v_offset))
+    else:
+        scale_pool = k_scale = v_scale = none
+    deal: dict[str, Any] = {
+        "ROWS": rows,
+        "ROWS_P2": _power_of_two(rows),
+        "S_Q": s_q,
+        "HEADS": heads,
+        "KV_HEADS": num_kv_heads,
+        "COLS": tile["COLS"],
+        "GROUPS": groups,
+        "SLICES": slices,
+        "BLOCK": tile["BLOCK"],
+        "V": v_head_dim,
+        "V_P2": v_p2,
+        "SOURCE": kind,
+        "COVER": min(cover, 2**31 - 1),
+        "Q_STOP": q_stop,
+        "REACH": 0 if window is None else min(window + s_q - 1, 2**31 - 1),
+    }
+    f32 = jnp.float32
+    out, lse, part, part_lse = triton_call(
+        triton_kernels.attend,
+        [
+            q,
+            pool,
+            scale_pool,
+            ids,
+            indptr,
+            row_ids,
+            v2p,
+            source.kv_start,
+            source.kv_end,
+            first_query,
+            k_offset,
+            k_offset if v_offset is None else v_offset,
+            k_scale,
+            v_scale,
+            none if sinks is None else sinks.astype(f32),
+            none if relative_bias is None else relative_bias,
+        ],
+        [
+            jax.ShapeDtypeStruct((rows, s_q, heads, v_head_dim), q.dtype),
+            jax.ShapeDtypeStruct((rows, s_q, heads), f32),
+            jax.ShapeDtypeStruct((2 * slices, groups, tile["COLS"], v_p2), f32),
+            jax.ShapeDtypeStruct((2 * slices, groups, tile["COLS"]), f32),
+        ],
+        grid=(slices * groups,),
+        compute_capability=capability,
+        num_warps=tile["WARPS"],
+        num_stages=tile["STAGES"],
+        **deal,
+        STAGES=tile["STAGES"],
+        K=head_dim,
+        K_P2=k_p2,
+        ROW=row_width,
+        V_COLUMN=0 if v_offset is not None else num_kv_heads * head_dim,
+        PS=ps,
+        WIDTH=width,
+        **of_virtual,
+        NUM_BLOCKS=buffer.shape[0] // (row_width * kv_dtype.itemsize * ps),
+        SCALE_RATIO=scales.blocks_per_entry if fp8 else 0,
+        WINDOW=0 if window is None else min(window, 2**31 - 1),
+        SCALE=sm_scale * _LOG2_E,
+        CAP=0.0 if logit_cap is None else logit_cap * _LOG2_E,
+        EXTENT=0 if relative_bias is None else relative_bias.shape[-1],
+        SINKS=sinks is not None,
+        NATIVE=capability >= (8, 9),
+    )
+    # Few rows have many parts each: small tiles of V for enough programs, and many parts at a time.
+    v_tile, chunk = (128, 2) if rows * groups >= device.core_count() else (32, 8)
+    v_tile = min(v_tile, v_p2)
+    out, lse = triton_call(
+        paged_triton.merge,
+        [indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
+        update=[out, lse],
+        grid=(rows, groups, v_p2 // v_tile),
+        compute_capability=capability,
+        num_warps=4,
+        num_stages=1,
+        **deal,
+        V_TILE=v_tile,
+        CHUNK=chunk,
+    )
+    return out, lse
+
+
+def tile_sizes(capability: tuple[int, int], sharing: int, token_bytes: int, v_width: int) -> dict[str, int]:
+    """COLS query heads a program, BLOCK tokens a step, STAGES of K and V in shared memory, WARPS, programs PER_CORE.
+
+    sharing: columns that read one KV head; token_bytes: of K and V of one head, widths padded to powers of two. Limits
+    of shared memory, in KiB: 227 (9.0, 10.0), 163 (8.0), 99 (8.6, 8.9, 12.0).
+    """
+    limit = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
+    cols = 16 if sharing <= 16 else 32 if sharing <= 32 else 64
+    if limit == 99 or v_width >= 256:
+        cols = min(cols, 32 if v_width <= 256 and limit > 99 else 16)
+    # A stage of about 32 KiB; what is left of shared memory holds q, P and the ids.
+    stages = 2 if capability[0] == 9 else 3
+    block = 64
+    while block > 16 and block * token_bytes > (32 << 10 if limit > 99 else 16 << 10):
+        block //= 2
+    per_core = 2 if cols == 16 and 2 * stages * block * token_bytes <= (limit - 30) << 10 else 1
+    return {"COLS": cols, "BLOCK": block, "STAGES": stages, "WARPS": 4, "PER_CORE": per_core}
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,128 @@
+"""The Mosaic GQA decode kernel compiled for an H200 that need not be here, and what it declines.
+
+How it computes is in test_gqa_decode.py (on a GPU) and test_gqa_interpreter.py.
+"""
+
+from functools import partial
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.gqa_decode import gqa_decode
+from pallas_kernels.gqa_decode.mosaic_gpu import TuningConfig, gqa_decode_mosaic
+from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from tests.deviceless import compile_for, requires_plugin, shape
+
+int32 = partial(shape, dtype="int32")
+
+
+def source(delivery, rows, page_size):
+    bounds = int32((rows,)), int32((rows,))
+    if delivery == "table":
+        return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
+    ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
+    return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
+
+
+def compiled(
+    rows, heads, kv_heads, head_dim, v_head_dim=None, *, delivery="table", page_size=64, s_q=1, blocks=1000, sinks=False,
+    **options,
+):  # fmt: skip
+    v_head_dim = v_head_dim or head_dim
+    one_row = v_head_dim != head_dim
+    pool = blocks * page_size * kv_heads * (head_dim + v_head_dim) * 2
+
+    def attention(q, pool, source, k_offset, v_offset, q_start, sinks):
+        return gqa_decode(
+            q, pool, source, k_offset, None if one_row else v_offset, kv_dtype="bfloat16", num_kv_heads=kv_heads,
+            v_head_dim=v_head_dim, sm_scale=0.1, q_start=q_start, sinks=sinks, implementation="mosaic", **options,
+        )  # fmt: skip
+
+    return compile_for(
+        attention,
+        shape((rows, s_q, heads, head_dim), "bfloat16"),
+        shape((pool,), "uint8"),
+        source(delivery, rows, page_size),
+        int32(()),
+        int32(()),
+        int32((rows,)) if s_q > 1 else None,
+        shape((heads,), "float32") if sinks else None,
+    )
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize(
+    "sizes, options",
+    [
+        ((64, 32, 8, 128), {}),
+        ((300, 64, 8, 64), {"sinks": True, "window": 128}),
+        ((32, 8, 4, 256), {"page_size": 128}),
+        ((9, 8, 1, 512), {"page_size": 32}),
+        (
+            (5, 16, 1, 128),
+            {"s_q": 8, "delivery": "virtual", "page_size": 16, "window": 100, "logit_cap": 30.0},
+        ),
+        ((40, 16, 16, 96), {"page_size": 8}),
+        ((5, 8, 2, 192, 128), {"s_q": 3}),
+    ],
+    ids=str,
+)
+def test_fits_the_gpu(sizes, options):
+    """Shared memory and registers in budget; two kernels of ours, and no temporaries but parts, queries and results."""
+    program = compiled(*sizes, **options)
+    rows, heads, kv_heads, head_dim = sizes[:4]
+    v_width, s_q = sizes[-1], options.get("s_q", 1)
+    parts = 2 * (264 // kv_heads) * s_q * heads * 4 * (v_width + 1)
+    queries = rows * kv_heads * -(-s_q * heads // kv_heads // 8) * 8 * head_dim * 2
+    results = 0 if s_q == 1 else rows * s_q * heads * (2 * v_width + 4)
+    assert program.temp_bytes <= parts + queries + results + 16 * (rows + 264) + 65536
+    assert sum(thunk.kind == "kCustomCall" for thunk in program.thunks) == 2
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_copies_no_pool():
+    temps = [compiled(4, 16, 2, 128, blocks=blocks).temp_bytes for blocks in (50_000, 1_400_000)]
+    assert temps[0] == temps[1]
+
+
+GOOD = dict(
+    q=shape((2, 1, 16, 128), "bfloat16"),
+    buffer=shape((64 * 1024,), "uint8"),
+    source=source("table", 2, 64),
+    k_offset=0,
+    v_offset=1,
+    kv_dtype="bfloat16",
+    num_kv_heads=2,
+    v_head_dim=128,
+    sm_scale=0.1,
+)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
+        (
+            {"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)},
+            "no token stream",
+        ),
+        ({"q": shape((2, 1, 16, 128), "float32")}, "must be bfloat16, got float32"),
+        ({"kv_dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"q": shape((2, 1, 16, 80), "bfloat16")}, "multiples of 32 up to 512 wide, got 80 and 128"),
+        ({"q": shape((2, 9, 16, 128), "bfloat16")}, "at most 8 queries a row, got 9"),
+        ({"q": shape((2, 8, 600, 128), "bfloat16"), "num_kv_heads": 300}, "need more than 264 workers"),
+        ({"relative_bias": shape((2, 1, 16, 5), "float32")}, "no relative bias"),
+        ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
+    ],
+)
+def test_declines_with_the_reason(changes, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        gqa_decode_mosaic(**{**GOOD, **changes})
+
+
+@pytest.mark.parametrize("field, value", [("blocks", 0), ("workers", 3)])
+def test_config_is_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
+        TuningConfig(**{field: value})

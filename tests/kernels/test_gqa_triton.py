@@ -1,0 +1,138 @@
+"""The jax-triton GQA kernel compiled for GPUs that need not be here, and run by Triton's interpreter.
+
+How the GPU computes is in test_gqa_decode.py.
+"""
+
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.gqa_decode import KVScales, gqa_decode
+from pallas_kernels.gqa_decode.triton import tile_sizes
+from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
+
+pytestmark = [
+    pytest.mark.deviceless,
+    requires_plugin,
+    pytest.mark.skipif(
+        find_spec("jax_triton") is None or find_spec("triton") is None, reason="jax-triton is absent"
+    ),
+]
+
+# Bytes of shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities 8.0 to 10.0).
+SHARED_MEMORY = {"h200": 227 << 10, "a100": 163 << 10, "rtx4090": 99 << 10, "b200": 227 << 10}
+CAPABILITY = {"h200": (9, 0), "a100": (8, 0), "rtx4090": (8, 9), "b200": (10, 0)}
+ROWS = 64
+int32 = partial(shape, dtype="int32")
+bounds = int32((ROWS,)), int32((ROWS,))
+SOURCES = {
+    "table": PageTable(int32((ROWS, 128)), *bounds, page_size=64),
+    "stream": TokenStream(int32((1 << 20,)), int32((ROWS + 1,)), *bounds, page_size=1),
+    "virtual": VirtualPages(
+        int32((256, 128)), bounds[0], int32((10_001,)), *bounds, page_size=16, blocks_per_page=27
+    ),
+}
+
+
+def arguments(heads, kv_heads, width, source="table", s_q=1, blocks=1000):
+    row = 2 * kv_heads * width
+    pool = shape((blocks * 64 * row,), "uint8")
+    return shape((ROWS, s_q, heads, width), "bfloat16"), pool, SOURCES[source], int32(()), int32(())
+
+
+@pytest.fixture
+def artifacts(tmp_path, monkeypatch):
+    """Folder where jax-triton leaves what it compiles."""
+    from jax_triton import triton_lib
+
+    monkeypatch.setattr(triton_lib, "_JAX_TRITON_DUMP_DIR", str(tmp_path))
+    if hasattr(triton_lib, "_COMPILED_KERNEL_CACHE"):  # 0.3.1
+        monkeypatch.setattr(triton_lib, "_COMPILED_KERNEL_CACHE", {})
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "target, heads, kv_heads, width, s_q",
+    [
+        ("h200", 8, 4, 256, 1),
+        ("h200", 64, 8, 64, 64),
+        ("a100", 8, 1, 512, 1),
+        ("rtx4090", 8, 1, 512, 1),
+        *((target, 32, 8, 128, 1) for target in TARGETS),
+    ],
+)
+def test_fits_shared_memory(target, heads, kv_heads, width, s_q, artifacts):
+    call = partial(
+        gqa_decode, kv_dtype="bfloat16", num_kv_heads=kv_heads, sm_scale=0.1, implementation="triton"
+    )
+    program = compile_for(call, *arguments(heads, kv_heads, width, s_q=s_q), target=target)
+    assert [thunk.kind for thunk in program.launches] == ["kCustomCall"] * 2
+    (info,) = artifacts.glob("*/attend.compile_info")
+    used = int(info.read_text().rsplit(":", 1)[1])
+    tile = tile_sizes(CAPABILITY[target], s_q * heads // kv_heads, 4 * width, width)
+    assert tile["PER_CORE"] * used <= SHARED_MEMORY[target]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_no_copy_and_captured(source):
+    """Every source; speculative queries, fp8, window, sinks, cap. A pool twice as large takes no more temporaries."""
+    temps = []
+    for blocks in (80_000, 160_000):
+        scales = KVScales(int32(()), int32(()), 32)
+
+        def call(q, pool, source, k, v, scales, q_start, sinks):
+            return gqa_decode(
+                q, pool, source, k, v, kv_dtype="float8_e4m3fn", num_kv_heads=8, sm_scale=0.1, scales=scales,
+                window=1024, sinks=sinks, logit_cap=30.0, q_start=q_start, implementation="triton",
+            )  # fmt: skip
+
+        args = (
+            *arguments(32, 8, 128, source, s_q=3, blocks=blocks),
+            scales,
+            bounds[0],
+            shape((32,), "float32"),
+        )
+        program = compile_for(call, *args, options=CAPTURE_LOOPS)
+        assert all(thunk.captured for thunk in program.launches)
+        temps.append(program.temp_bytes)
+    assert temps[0] == temps[1]
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"q": shape((ROWS, 1, 32, 128), "float32")}, "got float32 and bfloat16"),
+        ({"kv_dtype": "float16"}, "got bfloat16 and float16"),
+        ({"q": shape((ROWS, 1, 8, 576), "bfloat16"), "num_kv_heads": 1}, "up to 512 wide, got 576 and 576"),
+    ],
+)
+def test_declines_with_the_reason(changes, words):
+    q, pool, source, k, v = arguments(32, 8, 128)
+    options = {"kv_dtype": "bfloat16", "num_kv_heads": 8} | changes
+    q = options.pop("q", q)
+    pool = shape((64 * 1024 * 576,), "uint8")
+    with pytest.raises(NotImplementedError, match=words):
+        compile_for(
+            partial(gqa_decode, sm_scale=0.1, implementation="triton", **options), q, pool, source, k, v
+        )
+
+
+def test_kernels_in_the_interpreter():
+    """In a process of its own: Triton reads at import whether it interprets."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.triton_interpreter"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.count("right") == 4
