@@ -1,5 +1,5 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
-.PHONY: help venv demo test gpu lint types deviceless notebook newest format
+.PHONY: help venv demo test gpu lint types deviceless random-goldens notebook newest format
 
 PYTHON_BIN := .venv/bin/python
 # A worker takes whole files: what a file compiles once stays in one process.
@@ -15,6 +15,7 @@ help:
 	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
 	@echo "make test        the fast test suite (no GPU needed)"
 	@echo "make deviceless  compile the kernels and steps for GPUs that need not be here"
+	@echo "make random-goldens  models of random shape against transformers, in an environment of its own"
 	@echo "make gpu         the suites and benchmarks that need a GPU, with the python3 of a CUDA jaxlib"
 	@echo "make lint types notebook newest"
 
@@ -42,6 +43,9 @@ types: venv
 deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins
 	$(DEVICELESS) $(PYTEST) -m deviceless
+
+random-goldens: venv
+	@tools/random_goldens.sh
 
 notebook: venv
 	JAX_PLATFORMS=cpu .venv/bin/jupyter-execute notebooks/*.ipynb

@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import pytest
 
 from tests.models.test_deepseek_loading import V3
+from tests.models.test_gemma4 import GEMMA_E2B
 from tests.models.test_gpt_oss import GPT_OSS_20B
+from tests.models.test_inkling import INKLING_SMALL
 from tests.models.test_loading import KIMI_48B
-from tests.models.test_state_loading import FALCON, QWEN
+from tests.models.test_state_loading import FALCON_1_5B, QWEN
 from ukv_jax import plan, pool, requests
 from ukv_jax.cli import main
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
 
 HUNDRED_GB = 100 * 10**9
+PUBLISHED = [KIMI_48B, V3, QWEN, FALCON_1_5B, GPT_OSS_20B, GEMMA_E2B, INKLING_SMALL]
 HYBRID = (
     MLASpec(2, 12, 4, "bfloat16"),
     StateSpec((StatePart("conv", 2, 3, (40,), "bfloat16"), StatePart("recurrent", 2, 2, (8, 8), "float32"))),
@@ -60,7 +63,7 @@ def test_deepseek_v3_needs_no_split(tmp_path):
         assert t.static.requests in (expected // pages, expected // pages - 1)
 
 
-@pytest.mark.parametrize("config", [KIMI_48B, V3, QWEN, FALCON, GPT_OSS_20B], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize("config", PUBLISHED, ids=lambda c: c["model_type"])
 def test_unified_holds_what_static_holds_of_its_own_mix(tmp_path, config):
     """Less the reserved bottom and one page of each sub-pool."""
     p = plan.plan(write(tmp_path, config), HUNDRED_GB)
@@ -77,6 +80,22 @@ def test_gpt_oss_releases_what_lies_before_the_window(tmp_path):
     assert window.bytes_per_token == full.bytes_per_token == 12 * 2 * 8 * 64 * 2
     assert window.bytes_per_request == 3 * 64 * window.bytes_per_token
     assert p.traffic["short"].unified.requests == (p.total_bytes // (64 * 24576) - 1) // (3 + 16)
+
+
+def test_inkling_small_has_three_kinds(tmp_path):
+    p = plan.plan(write(tmp_path, INKLING_SMALL), HUNDRED_GB)
+    state, window, full = p.subpools
+    # Three inputs of the convolutions over two sublayers' results and over K and V, of 42 layers, and no byte between.
+    assert state.bytes_per_request == 42 * 3 * (2 * 4096 + 2 * 1024) * 2
+    assert (window.bytes_per_token, full.bytes_per_token) == (35 * 2 * 1024 * 2, 7 * 2 * 1024 * 2)
+    assert window.bytes_per_request == 9 * 64 * window.bytes_per_token
+    assert p.reserved_bytes == window.page_bytes
+
+
+def test_gemma_e2b_shares_caches_and_has_wider_heads_in_full_layers(tmp_path):
+    p = plan.plan(write(tmp_path, GEMMA_E2B), HUNDRED_GB)
+    window, full = p.subpools
+    assert (window.bytes_per_token, full.bytes_per_token) == (12 * 2 * 256 * 2, 3 * 2 * 512 * 2)
 
 
 @pytest.mark.parametrize("kind", ["unified", "static"])

@@ -26,6 +26,7 @@ CACHES = {
     "dense": make_dense_cache,
     "static-table": partial(make_pool_cache, unified=False, page_size=PAGE),
     "unified-table": partial(make_pool_cache, unified=True, page_size=PAGE),
+    "unified-stream": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="stream"),
     "unified-virtual": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="virtual"),
 }
 RUNS = [(m, c) for m in MODELS for c in CACHES if m == "gemma4" or c == "dense"]
@@ -61,6 +62,48 @@ def test_layers_that_share_a_cache():
 
 
 # The published format.
+
+# The values of google/gemma-4-E2B.
+GEMMA_E2B = {
+    "architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4", "tie_word_embeddings": True,
+    "dtype": "bfloat16", "eos_token_id": [1, 106], "image_token_id": 258880, "audio_token_id": 258881,
+    "video_token_id": 258884, "boi_token_id": 255999, "eoi_token_id": 258882, "boa_token_id": 256000,
+    "eoa_token_id": 258883, "vision_soft_tokens_per_image": 280, "vision_config": {"hidden_size": 768},
+    "audio_config": {"hidden_size": 1024}, "initializer_range": 0.02,
+    "text_config": {
+        "model_type": "gemma4_text", "dtype": "bfloat16", "hidden_size": 1536, "intermediate_size": 6144,
+        "num_hidden_layers": 35, "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        "num_attention_heads": 8, "num_key_value_heads": 1, "num_global_key_value_heads": None, "head_dim": 256,
+        "global_head_dim": 512, "attention_k_eq_v": False, "attention_bias": False, "attention_dropout": 0.0,
+        "sliding_window": 512, "use_bidirectional_attention": None, "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True, "enable_moe_block": False, "expert_intermediate_size": None,
+        "num_experts": None, "top_k_experts": None, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144, "vocab_size": 262144, "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-06, "hidden_activation": "gelu_pytorch_tanh", "final_logit_softcapping": 30.0,
+        "rope_parameters": {
+            "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+            "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+        },
+        "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1, "tie_word_embeddings": True, "use_cache": True,
+        "initializer_range": 0.02,
+    },
+}  # fmt: skip
+
+
+def test_the_published_e2b_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_E2B))
+    config = load_config(tmp_path)
+    assert config.mixers == (*["swa"] * 4, "gqa") * 7
+    # Of the first 15 layers, which have caches of their own, 3 are full.
+    assert [config.cache_layer(i) for i in (0, 4, 13, 14, 15, 19, 34)] == [0, 0, 11, 2, 11, 2, 2]
+    assert (config.gqa.rope.theta, config.swa.rope.theta, config.final_logit_cap) == (1e6, 1e4, 30.0)
+    assert (config.per_layer_width, config.per_layer_vocab, config.shared_mlp_factor) == (256, 262144, 2)
+    swa, full = sorted(pool_specs(cache_spec(config)), key=lambda spec: spec.window is None)
+    assert (full.num_layers, full.num_kv_heads, full.head_dim) == (3, 1, 512)
+    assert (swa.num_layers, swa.num_kv_heads, swa.head_dim, swa.window) == (12, 1, 256, 512)
+    # The model card: 5.1 billion with embeddings, vision and audio among them.
+    total = sum(x.size for x in jax.tree.leaves(abstract_params(config)))
+    assert 4.6e9 < total < 5.1e9
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -14,7 +15,14 @@ from tests.models import parity
 from tests.models.pool_cache import make_pool_cache
 
 ROOT = os.environ.get("UKV_RANDOM_GOLDENS")
-CASES = sorted(path.parent for path in Path(ROOT).glob("*/case.json")) if ROOT else []
+CASES = sorted(path.parent for path in Path(ROOT).resolve().glob("*/case.json")) if ROOT else []
+
+
+@pytest.fixture(autouse=True)
+def _forget_programs():
+    """No two cases have one in common."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.mark.skipif(not CASES, reason="UKV_RANDOM_GOLDENS names no directory with cases")

@@ -61,6 +61,12 @@ FALCON = {
     "bos_token_id": 1, "eos_token_id": 11, "pad_token_id": 0,
 }  # fmt: skip
 
+# The sizes of tiiuae/Falcon-H1-1.5B-Base; its multipliers are not among them.
+FALCON_1_5B = FALCON | {
+    "vocab_size": 65537, "hidden_size": 2048, "intermediate_size": 4608, "num_hidden_layers": 24, "head_dim": 128,
+    "max_position_embeddings": 131072, "mamba_d_ssm": 3072, "mamba_n_heads": 48, "mamba_d_state": 256,
+}  # fmt: skip
+
 
 def write_config(directory, config):
     directory.mkdir(exist_ok=True)

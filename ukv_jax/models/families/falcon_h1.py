@@ -31,7 +31,15 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     for name in ("layer_types", "layers_block_type"):
         reader.only(name, ["hybrid"] * layers)
     # Sizes of training kernels, starting values, and what generation keeps.
-    reader.inert(("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep", "time_step_floor"))
+    reader.inert(
+        (
+            "mamba_chunk_size",
+            "expansion_factor",
+            "mlp_expansion_factor",
+            "num_logits_to_keep",
+            "time_step_floor",
+        )
+    )
     reader.inert(("time_step_min", "time_step_max", "time_step_rank"))
     mlp = _numbers(reader, "mlp_multipliers", 2)
     return ModelConfig(

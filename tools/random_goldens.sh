@@ -1,0 +1,41 @@
+#!/bin/sh
+# Runs transformers on models of random shape, 20 of each family, and our tests on what it wrote.
+#
+#   tools/random_goldens.sh [options of tools.make_random_goldens, such as --family inkling --count 3]
+#
+# transformers lives in an environment of its own (Python 3.11, torch for CPU). Where there is no Python 3.11, or torch
+# does not install, one line says that this was skipped. Needs .venv (make venv).
+set -eu
+cd "$(dirname "$0")/.."
+dir=.cache/golden out=.cache/random-goldens
+
+skip() {
+    echo "random goldens skipped: $1"
+    exit 0
+}
+
+find_python() {
+    for python in "${PYTHON311:-python3.11}" "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.11*/bin/python3.11 \
+        "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/cpython-3.11*/bin/python3.11; do
+        if "$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] != (3, 11))' >/dev/null 2>&1; then
+            echo "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+if ! "$dir/bin/python" -c 'import torch, transformers' >/dev/null 2>&1; then
+    base=$(find_python) || skip "no Python 3.11 found (python3.11, those of pyenv and uv, or one named in PYTHON311=...)"
+    echo "installing torch and transformers into $dir (once)" >&2
+    rm -rf "$dir"
+    "$base" -m venv "$dir"
+    "$dir/bin/python" -m pip --disable-pip-version-check -qq install --no-compile torch==2.13.0 transformers==5.24.0 ||
+        skip "torch 2.13.0 and transformers 5.24.0 did not install"
+fi
+
+rm -rf "$out"
+"$dir/bin/python" -W ignore -m tools.make_random_goldens --out "$out" "$@"
+# Compiling is nearly all of the work, and programs this small need no optimiser.
+UKV_RANDOM_GOLDENS=$out XLA_FLAGS=--xla_backend_optimization_level=0 \
+    .venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py
