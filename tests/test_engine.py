@@ -156,6 +156,42 @@ def test_bad_requests_get_one_error_each_and_disturb_nobody(roomy, expected):
         roomy.generate([[1], [2]], [Sampling()])
 
 
+def test_positions_of_the_model_are_a_limit(roomy, expected):
+    """A prompt of 17 tokens and 8 new ones takes 24 positions: the last token is never fed."""
+    whole = roomy.model
+    try:
+        for positions, error in (
+            (24, None),
+            (23, "17 tokens and 8 new ones do not fit the model: it has 23 positions"),
+        ):
+            roomy.model = replace(whole, config=replace(whole.config, max_position=positions))
+            result = roomy.generate([PROMPTS[2]], [replace(WISHES[2], max_new_tokens=8)])[0]
+            assert (result.error or "").endswith(error or "")
+            assert result.tokens == ([] if error else expected[2].tokens[:8])
+    finally:
+        roomy.model = whole
+
+
+@pytest.mark.parametrize("raised", [RuntimeError, KeyboardInterrupt])
+def test_what_on_progress_raises_leaves_nothing_behind(tight, expected, raised):
+    """After the first dispatch, with requests in the pool and others waiting."""
+
+    def stop(progress):
+        assert progress.running > 0
+        assert progress.waiting > 0
+        raise raised("stop")
+
+    rows, faults = sorted(tight._rows), int(tight.state.counters.faults)
+    with pytest.raises(raised, match="stop"):
+        tight.generate(PROMPTS, WISHES, on_progress=stop)
+    assert sorted(tight._rows) == rows
+    assert np.all(np.asarray(tight.state.requests.status) == FREE)
+    assert not np.any(np.asarray(tight.gen.decoding))
+    assert int(tight.state.counters.faults) == faults
+    check(tight.state)
+    assert_same(tight.generate(PROMPTS[:2], WISHES[:2]), expected[:2])
+
+
 WRONG = [
     dict(max_new_tokens=0),
     dict(temperature=-1.0),
@@ -276,7 +312,7 @@ def test_windows_are_fed_chunk_by_chunk():
         KVSpec(num_layers=1, num_kv_heads=1, head_dim=16, window=window, name="swa"),
     )
     layout = UnifiedLayout.from_bytes(specs, total_bytes=17_000, page_size=4, max_requests=4, max_tokens=128)
-    config = SimpleNamespace(vocab_size=64, eos_token_ids=())
+    config = SimpleNamespace(vocab_size=64, eos_token_ids=(), max_position=128)
     model = SimpleNamespace(
         params={}, config=config, tokenizer=None, forward=windowed_forward, decode=lambda tokens: None
     )

@@ -39,8 +39,8 @@ FINISH = {loop.STOPPED: "stop", loop.LENGTH: "length"}
 class Model:
     """Weights, configuration and tokenizer (None: prompts are token ids and results have no text).
 
-    dtype: what the model computes in and caches KV in. experts: implementation of the routed
-    experts (`models.experts`; None: the one preferred on the device).
+    dtype: what the model computes in. kv_dtype: what it caches KV rows in ("float8_e4m3fn": with scales; None: dtype).
+    experts: implementation of the routed experts (`models.experts`; None: the one preferred on the device).
     """
 
     params: decoder.Params
@@ -48,17 +48,25 @@ class Model:
     tokenizer: Tokenizer | None = None
     dtype: str = "bfloat16"
     experts: str | None = None
+    kv_dtype: str | None = None
 
     @classmethod
-    def load(cls, directory: str | Path, *, dtype: str | None = None, experts: str | None = None) -> "Model":
+    def load(
+        cls,
+        directory: str | Path,
+        *,
+        dtype: str | None = None,
+        experts: str | None = None,
+        kv_dtype: str | None = None,
+    ) -> "Model":
         """Reads a Hugging Face checkpoint directory; raises ValueError as `models.weights.load_model` does."""
         params, config = load_model(directory, dtype=dtype)
-        return cls(params, config, load_tokenizer(directory), dtype or config.dtype, experts)
+        return cls(params, config, load_tokenizer(directory), dtype or config.dtype, experts, kv_dtype)
 
     @property
     def specs(self) -> tuple[Spec, ...]:
         """Sub-pools that the model needs: what a layout is built from."""
-        return cache_specs(self.config, self.dtype)
+        return cache_specs(self.config, self.dtype, self.kv_dtype)
 
     @property
     def forward(self) -> loop.Forward:
@@ -85,9 +93,9 @@ def load_tokenizer(directory: str | Path) -> Tokenizer | None:
         raise ValueError(f"{path}: not a tokenizer ({error})") from error
 
 
-def cache_specs(config: ModelConfig, dtype: str) -> tuple[Spec, ...]:
+def cache_specs(config: ModelConfig, dtype: str, kv_dtype: str | None = None) -> tuple[Spec, ...]:
     """Sub-pools that a model of this configuration needs: known before its weights are read."""
-    return pool_specs(decoder.cache_spec(config, dtype))
+    return pool_specs(decoder.cache_spec(config, dtype, kv_dtype))
 
 
 @lru_cache
@@ -315,11 +323,13 @@ class Engine:
             return f"token id {wrong} is outside the vocabulary [0, {vocab})"
         if sampling.max_new_tokens > self.max_new_tokens:
             return f"max_new_tokens {sampling.max_new_tokens} is more than the {self.max_new_tokens} this engine was built for"
-        if len(tokens) + sampling.max_new_tokens - 1 > longest:  # the last token's KV is never written
-            return (
-                f"a prompt of {len(tokens)} tokens and {sampling.max_new_tokens} new ones do not fit a request of the pool: "
-                f"{longest} tokens ({self.layout.max_pages} pages of {self.layout.page_size})"
-            )
+        positions = len(tokens) + sampling.max_new_tokens - 1  # the last token is never fed
+        request = f"a prompt of {len(tokens)} tokens and {sampling.max_new_tokens} new ones do not fit"
+        if positions > longest:
+            pages = f"{self.layout.max_pages} pages of {self.layout.page_size}"
+            return f"{request} a request of the pool: {longest} tokens ({pages})"
+        if positions > self.model.config.max_position:
+            return f"{request} the model: it has {self.model.config.max_position} positions"
         if len(stop_ids) > self.stops:
             return f"{len(stop_ids)} stop ids (eos included), this engine was built for {self.stops}"
         if sampling.stop and self.model.tokenizer is None:
@@ -336,7 +346,7 @@ class Engine:
         """Runs all prompts (text, or token ids) to their end and returns their results in the same order.
 
         sampling: one for all, where prompt i then takes seed + i, or one a prompt. A request that cannot be served gets a
-        result with `finish="error"`; the others are not disturbed.
+        result with `finish="error"`; the others are not disturbed. What on_progress raises ends them all.
         """
         if isinstance(prompts, str):
             raise ValueError("prompts is a list of prompts, got one string")
@@ -433,6 +443,7 @@ class _Session:
         self.waiting: deque[int] = deque()
         self.running: list[_Running] = []  # oldest first
         self.tokens_done = 0
+        self.rows = tuple(engine._rows)  # those that this session may take
         # No admission while requests inside wait for pages (a newcomer would take what they need), nor after a
         # retraction until somebody leaves.
         self.closed = self.held = False
@@ -446,8 +457,11 @@ class _Session:
     def run(self) -> list[Result]:
         try:
             self._serve()
-        except KeyboardInterrupt:
-            self._leave(self.running, [r.row for r in self.running])
+        except BaseException:  # interrupted, or on_progress raised: nothing stays behind
+            taken = [row for row in self.rows if row not in self.engine._rows]
+            status = np.asarray(self.engine.state.requests.status)
+            self.engine._release([row for row in taken if status[row] in (pool.ACTIVE, pool.PARKED)])
+            self.engine._rows.extend(taken)
             raise
         return [r for r in self.results if r is not None]
 
