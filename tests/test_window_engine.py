@@ -18,7 +18,7 @@ def model():
 def make_layout(model, unified):
     limits = dict(page_size=PAGE, max_requests=ROWS, max_tokens=224)
     if not unified:
-        return StaticLayout.from_pages(model.specs, pages={"full": ROWS * 14, "swa": 18}, **limits)
+        return StaticLayout.from_pages(model.specs, pages={"full": ROWS * 14, "swa": 13}, **limits)
     page = 2 * 2 * PAGE * 2 * 16 * 4  # two layers of K and V in either sub-pool
     # 14 pages of full attention a request and 5 of a window in decoding; all of its pages would be 84.
     return UnifiedLayout.from_bytes(model.specs, total_bytes=63 * page, **limits)

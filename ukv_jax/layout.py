@@ -445,6 +445,16 @@ class UnifiedLayout(PoolLayout):
         return cls.from_bytes(specs, total_bytes=_align(edge, unit), **kwargs)
 
 
+def _least_pages(spec: Spec, tokens_per_page: int, max_pages: int) -> int:
+    """Pages (slots) that one request takes of a static sub-pool while it decodes token by token."""
+    if isinstance(spec, StateSpec):
+        return 1
+    if isinstance(spec, KVSpec) and spec.window is not None:
+        # The new token and window - 1 before it, which may begin with a page's last token.
+        return min(-(-(spec.window - 1) // tokens_per_page) + 1, max_pages)
+    return max_pages
+
+
 @dataclass(frozen=True)
 class StaticLayout(PoolLayout):
     """The split that unified memory replaces: each sub-pool in a byte range of its own, layer-major, ids passed through.
@@ -464,7 +474,12 @@ class StaticLayout(PoolLayout):
         max_tokens: int,
         dcp: int = 1,
     ) -> "StaticLayout":
-        """A split with `pages[name]` usable pages (slots for state) in each sub-pool, plus its padding page."""
+        """A split with `pages[name]` usable pages (slots for state) in each sub-pool, plus its padding page.
+
+        Each must serve one request of max_tokens. A sliding window's pages are given back as it moves on
+        (`requests.release_window` before every step), so its sub-pool needs those that one token sees; a chunk of n
+        tokens takes ceil(n / (page_size * dcp)) more.
+        """
         specs = _chain(tuple(specs))
         max_pages = _limits(page_size, max_requests, max_tokens, dcp)
         if set(pages) != {s.name for s in specs}:
@@ -477,7 +492,7 @@ class StaticLayout(PoolLayout):
             state = isinstance(spec, StateSpec)
             size = _page_size(spec, page_size, dcp)
             regions, page_bytes = _regions(spec, size)
-            need = 1 if state else max_pages
+            need = _least_pages(spec, page_size * dcp, max_pages)
             if pages[spec.name] < need:
                 raise ValueError(
                     f"sub-pool {spec.name!r} has {pages[spec.name]} pages; one request of {max_tokens} tokens takes {need}"
@@ -533,10 +548,8 @@ class StaticLayout(PoolLayout):
                 f"one mean request takes {per_request:.0f}"
             )
         pages = {name: int(need * requests) for name, (need, _) in share.items()}
-        needs = {
-            c.name: 1 if isinstance(c, StateSpec) else -(-kwargs["max_tokens"] // (page_size * dcp))
-            for c in chain
-        }
+        max_pages = -(-kwargs["max_tokens"] // (page_size * dcp))
+        needs = {c.name: _least_pages(c, page_size * dcp, max_pages) for c in chain}
         if any(pages[name] < need for name, need in needs.items()):
             raise ValueError(
                 f"a static split of {total_bytes} bytes for mean requests of {mean_tokens:.0f} tokens has pages {pages}; "

@@ -359,6 +359,32 @@ def test_window_ids_outlive_their_page_count():
     assert max(seen) >= layout["swa"].num_pages
 
 
+@pytest.mark.parametrize("window", [7, 6, 5, 2])
+def test_a_static_window_needs_the_pages_that_one_token_sees(window):
+    """Token by token, its older pages pay for the next: no page is left unused, and one page less is an error."""
+    swa = KVSpec(1, 1, 4, window=window, name="swa")
+    least = {7: 3, 6: 3, 5: 2, 2: 2}[window]
+    kwargs = dict(page_size=4, max_requests=1, max_tokens=32)
+    with pytest.raises(
+        ValueError, match=f"'swa' has {least - 1} pages; one request of 32 tokens takes {least}"
+    ):
+        StaticLayout.from_pages((swa, cases.FULL), pages={"swa": least - 1, "full": 8}, **kwargs)
+    layout = StaticLayout.from_pages((swa, cases.FULL), pages={"swa": least, "full": 8}, **kwargs)
+
+    def step(carry, _):
+        state, most = carry
+        state, _ = requests.release_window(state, max_pages=1)
+        state, out = requests.reserve(state, ints([0]), state.requests.seq_len + 1, pages_per_row=1)
+        state, _ = requests.append(state, jnp.where(out.granted, 0, -1), ints([1]), max_tokens=1)
+        return (state, jnp.maximum(most, jnp.sum(state.subpool("swa").v2p > 0))), out.granted[0]
+
+    run = jax.jit(lambda state: lax.scan(step, (state, ints(0)), length=32))
+    (state, most), granted = run(pool.init(layout))
+    assert granted.all()
+    assert int(most) == least
+    verify.check(state)
+
+
 def test_page_ids_beyond_32768():
     """Scattered pages of a wide grid, moved and read back."""
     layout = UnifiedLayout.from_bytes(
