@@ -91,6 +91,20 @@ def test_worked_numbers_of_decode_context_parallelism():
         translator.fill_read_table(state, ROW0, TEN)
 
 
+def test_read_ids_of_a_static_split_stay_in_their_region():
+    """Ids of pages that are not live, or past the sub-pool, read the padding page, as they do from a unified pool."""
+    layout = StaticLayout.from_pages((MLA2,), pages={"full": 12}, **LIMITS | {"dcp": 2})
+    state, got = requests.reserve(pool.init(layout), ROW0, jnp.array([12], jnp.int32), pages_per_row=2)
+    assert got.granted.tolist() == [True]
+    held = state.requests.pages[0, :2].tolist()
+    dead = next(page for page in range(1, 13) if page not in held)
+    starts = jnp.array([page * 2 * PS for page in (held[0], held[1], dead, 13, 1 << 20)], jnp.int32)
+    for rank in (0, 1):
+        ids, own = translator.translate_dcp_read_ids(state, VirtualTokens(starts + 2 + rank), dcp_rank=rank)
+        assert own.all()
+        assert ids.ids.tolist() == [held[0] * PS + 1, held[1] * PS + 1, 1, 1, 1]
+
+
 def filled(layout, lengths=(10, 7, 0, 25)):
     """Requests of these lengths, made with the pool's own functions."""
     state = pool.init(layout)

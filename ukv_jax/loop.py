@@ -205,7 +205,7 @@ def prefill_chunk(
     """Runs one right-padded chunk of each lane's prompt; pages must be reserved.
 
     Lanes of rows that are not ACTIVE are idle, and so are those that name a row again. A chunk that has no room in its
-    row's pages changes nothing and counts as a fault.
+    row's pages, or in a stream, changes nothing and counts as a fault.
 
     forward: `(params, tokens, cache) -> (logits of each row's last valid token [lanes, vocab] f32, cache)`.
     last: the chunk ends the lane's prompt: its first new token is sampled and the row starts decoding.
@@ -220,6 +220,10 @@ def prefill_chunk(
     step = begin_step(
         state, rows, new_len, tokens=tokens.shape[1], delivery=delivery, implementation=implementation
     )
+    if delivery == "stream":  # which may lack room for rows that share pages
+        state = pool.count(state, faults=jnp.sum(ready & (step.new_len == 0)))
+        ready, new_len = step.new_len > 0, step.new_len
+        rows = jnp.where(ready, rows, -1)
     logits, step = forward(params, tokens, step)
     state = replace(state, buffer=step.buffer)
     state, _ = requests.append(state, rows, new_len, max_tokens=tokens.shape[1])
@@ -280,8 +284,10 @@ def decode_step(
 
     state, reserved = requests.reserve(state, rows, target, pages_per_row=1)
     ready = active & reserved.granted
-    new_len = ready.astype(jnp.int32)
-    step = begin_step(state, rows, new_len, tokens=1, delivery=delivery, implementation=implementation)
+    step = begin_step(
+        state, None, ready.astype(jnp.int32), tokens=1, delivery=delivery, implementation=implementation
+    )
+    new_len, ready = step.new_len, step.new_len > 0
     logits, step = forward(params, gen.next_token[:, None], step)
     state = replace(state, buffer=step.buffer)
     state, _ = requests.append(state, jnp.where(ready, rows, -1), new_len, max_tokens=1)

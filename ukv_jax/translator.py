@@ -17,12 +17,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Int32
 
 from pallas_kernels.gather_translate import api as gather_translate
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 from ukv_jax import pool
-from ukv_jax.layout import SubPool
+from ukv_jax.layout import PoolLayout, SubPool
 from ukv_jax.pool import PoolState
 from ukv_jax.requests import tokens_per_page
 
@@ -133,7 +134,8 @@ def translate_dcp_read_ids(
     full = state.layout.full
     ids, own = gather_translate.translate_dcp_read_ids(
         _virtual("translate_dcp_read_ids", tokens),
-        _map(state, full),
+        # In a static split too: these ids come from a caller, and one past the map would hit another layer.
+        state.subpool(full.name).v2p,
         page_size=full.page_size,
         blocks_per_page=full.stride(),
         dcp_rank=dcp_rank,
@@ -241,7 +243,8 @@ def fill_packed_read_stream(
     """Packed stream of kernel-facing token ids: positions [kv_start, kv_end + delta) of each row, one after the other.
 
     capacity: tokens of the stream; a pool never holds more than its pages, so the pool bounds it, not rows * context.
-    A row is cut where the stream ends; the source carries the effective lengths.
+    A row is cut where the stream ends (rows that share pages count them each: `stream_capacity`); the source carries the
+    effective lengths. The rows' tokens must come to less than 2**31.
     """
     subpool = _kv(state, name)
     _not_widened(state, subpool, "fill_packed_read_stream")
@@ -303,21 +306,45 @@ def read_source(
     seq_len_delta: int | Int32[Array, " rows"] = 0,
     implementation: str | None = None,
 ) -> ReadSource:
-    """One of the three deliveries, by name. capacity: of a stream; default: every token the sub-pool can hold."""
+    """One of the three deliveries, by name. capacity: of a stream; default: `stream_capacity`."""
     options: dict[str, Any] = {"kv_start": kv_start, "seq_len_delta": seq_len_delta}
     if delivery == "table":
         return fill_read_table(state, rows, kv_end, name, implementation=implementation, **options)
     if delivery == "stream":
         s = _kv(state, name)
-        size = capacity or min(
-            (s.num_pages - s.first_page) * s.page_size, rows.shape[0] * state.layout.max_tokens
-        )
+        size = capacity or stream_capacity(state.layout, s, rows.shape[0])
         return fill_packed_read_stream(
             state, rows, kv_end, name, capacity=size, implementation=implementation, **options
         )
     if delivery == "virtual":
         return virtual_source(state, rows, kv_end, name, **options)
     raise ValueError(f"delivery must be 'table', 'stream' or 'virtual', got {delivery!r}")
+
+
+def stream_capacity(layout: PoolLayout, subpool: SubPool, rows: int) -> int:
+    """Tokens that a stream of `rows` rows has room for by default: those that the sub-pool, or that many requests, hold.
+
+    Rows that share pages (`requests.attach`) stand in a stream once each, so together they can need more.
+    """
+    return min((subpool.num_pages - subpool.first_page) * subpool.page_size, rows * layout.max_tokens)
+
+
+def fit_in_streams(
+    state: PoolState, kv_end: Int32[Array, " rows"], *, q_start: Int32[Array, " rows"]
+) -> Bool[Array, " rows"]:
+    """Whether the tokens of each row fit the streams that `read_sources` would make of the same rows.
+
+    Rows are taken in order: the first that does not fit leaves no room for itself and later ones; rows without tokens
+    always fit.
+    """
+    layout = state.layout
+    fits = jnp.ones(kv_end.shape, bool)
+    for s in (layout.full, *layout.windows):
+        tokens = jnp.maximum(kv_end - _window_start(s, q_start), 0)
+        ends = jnp.cumsum(jnp.where(kv_end > 0, tokens, 0), dtype=jnp.int32)
+        # A sum that passes 2**31 is negative first, and what comes behind it does not fit either.
+        fits &= (ends >= 0) & (ends <= stream_capacity(layout, s, kv_end.shape[0]))
+    return (lax.cummin(fits.astype(jnp.int32)) > 0) | (kv_end <= 0)
 
 
 def read_sources(

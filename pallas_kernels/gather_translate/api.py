@@ -240,7 +240,8 @@ def fill_packed_read_stream(
 def packed_indptr(lengths: Int32[Array, " rows"]) -> Int32[Array, "rows+1"]:
     """Starts of packed rows of these lengths, and the total: [0, l0, l0 + l1, ...].
 
-    A negative length counts as 0.
+    A negative length counts as 0. The total must be less than 2**31, else the ends wrap round; the rows of a pool hold
+    fewer tokens (its layout sees to it) unless they share pages.
     """
     ends = jnp.cumsum(jnp.maximum(lengths, 0), dtype=jnp.int32)
     return jnp.concatenate([jnp.zeros((1,), jnp.int32), ends])

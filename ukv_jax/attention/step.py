@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int32, UInt8
 from pallas_kernels import state_step
 from pallas_kernels.mla_decode import MAX_DRAFT
 from pallas_kernels.read_source import ReadSource
-from ukv_jax import translator
+from ukv_jax import requests, translator
 from ukv_jax.attention import gqa, mla, recurrent
 from ukv_jax.cache import CacheSpec
 from ukv_jax.layout import KVSpec, MLASpec, PoolLayout, Spec, StateSpec
@@ -146,9 +146,9 @@ class PoolStep:
         return self._state_step(state_step.conv_step, layer, part, x, weight, bias, residual=residual)
 
     def delta_step(
-        self, layer: int, part: str, q: Array, k: Array, v: Array, g: Array, beta: Array
+        self, layer: int, part: str, qkv: Array, g: Array, beta: Array, *, piece: tuple[int, int]
     ) -> tuple[Float[Array, "rows heads v"], "PoolStep"]:
-        return self._state_step(state_step.delta_step, layer, part, q, k, v, g, beta)
+        return self._state_step(state_step.delta_step, layer, part, qkv, g, beta, piece=piece)
 
     def ssm_step(
         self, layer: int, part: str, x: Array, dt: Array, a: Array, b: Array, c: Array
@@ -172,7 +172,7 @@ class PoolStep:
 
 def begin_step(
     state: PoolState,
-    rows: Int32[Array, " rows"],
+    rows: Int32[Array, " rows"] | None,
     new_len: Int32[Array, " rows"],
     *,
     tokens: int,
@@ -181,12 +181,27 @@ def begin_step(
 ) -> PoolStep:
     """Translates for a step of up to `tokens` new tokens a row, at positions seq_len onward.
 
-    The rows' pages must be reserved. Rows with new_len 0 are dead: they write nothing and read nothing.
-    delivery and implementation choose how attention gets its addresses and which kernel runs.
+    The rows' pages must be reserved. delivery and implementation choose how attention gets its addresses and which
+    kernel runs.
+
+    Args:
+      rows: request row of each lane; None = every request row, in order. Of lanes that name one row the first counts.
+      new_len: new tokens of each lane. 0 makes a lane dead: it writes nothing and reads nothing, as does one that names
+        no row of its own.
+
+    The result's `new_len` says which lanes live. Rows that share pages can hold more tokens in all than a sub-pool has
+    room for, and a stream has room for those (`translator.stream_capacity`): delivered by "stream", the first lane whose
+    tokens do not fit and all later ones that have any are dead.
     """
-    inside = (rows >= 0) & (rows < state.layout.max_requests)
-    new_len = jnp.where(inside, new_len, 0)
-    start = state.requests.seq_len[jnp.where(inside, rows, 0)]
+    if rows is None:
+        rows = row = jnp.arange(state.layout.max_requests, dtype=jnp.int32)
+    else:
+        own, row = requests.own_row(state, rows)
+        new_len = jnp.where(own, new_len, 0)
+    start = state.requests.seq_len[row]
+    if delivery == "stream":
+        room = translator.fit_in_streams(state, jnp.where(new_len > 0, start + new_len, 0), q_start=start)
+        new_len = jnp.where(room, new_len, 0)
     offset = jnp.arange(tokens, dtype=jnp.int32)
     positions = start[:, None] + offset
     virtual = translator.virtual_tokens(state, rows, positions)
