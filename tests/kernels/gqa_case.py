@@ -6,41 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gqa_decode import KVScales, gqa_decode
-from pallas_kernels.read_source import ReadSource
-from tests.kernels.delivered import ABSURD, deliver
+from tests.kernels.paged_case import PagedCase, bounds, shuffle_pages
 
 
-@dataclass(frozen=True)
-class Case:
-    """A problem. Every byte that the answer may not depend on is NaN, every id an absurd one."""
+@dataclass(frozen=True, kw_only=True)
+class Case(PagedCase):
+    """options: kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window, sinks, logit_cap, relative_bias."""
 
-    q: np.ndarray  # [rows, s_q, heads, head_dim]
-    pool: np.ndarray  # uint8[total_bytes]
-    pages: np.ndarray  # int32[rows, width]: physical page of each column, absurd past kv_end
     k: list[np.ndarray]  # for each row f64[kv_end, kv_heads, head_dim], as stored
     v: list[np.ndarray]  # for each row f64[kv_end, kv_heads, v_head_dim]
-    kv_start: np.ndarray
-    kv_end: np.ndarray
-    q_start: np.ndarray | None
-    page_size: int
-    blocks_per_page: int
     num_pages: int
     offsets: tuple[int, int | None]  # of K and of V
-    options: (
-        dict  # kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window, sinks, logit_cap, relative_bias
-    )
-
-    def source(self, delivery: str, extra_columns: int = 0) -> ReadSource:
-        return deliver(
-            delivery,
-            self.pages,
-            self.kv_start,
-            self.kv_end,
-            page_size=self.page_size,
-            blocks_per_page=self.blocks_per_page,
-            num_pages=self.num_pages,
-            extra_columns=extra_columns,
-        )
 
     def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""
@@ -59,14 +35,12 @@ class Case:
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
     def expected(self):
-        """(out, lse) in f64, by the definition."""
         o = self.options
         rows, s_q, heads, _ = self.q.shape
         group = heads // o["num_kv_heads"]
         out, lse = np.zeros((rows, s_q, heads, o["v_head_dim"])), np.full((rows, s_q, heads), np.inf)
-        starts = self.kv_end - s_q if self.q_start is None else self.q_start
         for row, i, head in np.ndindex(rows, s_q, heads):
-            at = starts[row] + i
+            at = self.first_query[row] + i
             begin, stop = self.kv_start[row], min(self.kv_end[row], at + 1)
             if o["window"] is not None:
                 begin = max(begin, at - o["window"] + 1)
@@ -87,21 +61,6 @@ class Case:
             out[row, i, head] = p @ v / total
             lse[row, i, head] = peak + np.log(total)
         return out, lse
-
-    def check(self, out, lse, *, tolerance: float | None = None) -> None:
-        """Norm of the difference over the norm for each request, and lse; nothing visible is exactly 0 and +inf."""
-        if tolerance is None:
-            tolerance = 3e-3 if self.q.dtype.itemsize == 2 else 1e-5
-        want, want_lse = self.expected()
-        np.testing.assert_array_equal(np.isposinf(lse), np.isposinf(want_lse))
-        visible = np.isfinite(want_lse)
-        np.testing.assert_allclose(lse[visible], want_lse[visible], rtol=0, atol=tolerance)
-        assert not np.any(out[~visible])
-        for row in range(len(want)):
-            error = np.linalg.norm(out[row] - want[row])
-            assert error <= tolerance * np.linalg.norm(want[row]), (
-                f"row {row}: {error / np.linalg.norm(want[row]):.3g}"
-            )
 
 
 def make_case(
@@ -138,14 +97,10 @@ def make_case(
     v_head_dim = v_head_dim or head_dim
     one_row = v_head_dim != head_dim if one_row is None else one_row
     row = kv_heads * (head_dim + v_head_dim if one_row else head_dim) * kv_dtype.itemsize
-    kv_end = np.asarray(lengths, np.int32)
+    kv_start, kv_end = bounds(lengths, kv_start)
     rows = len(kv_end)
-    kv_start = np.zeros(rows, np.int32) if kv_start is None else np.asarray(kv_start, np.int32)
     starts = kv_end - s_q if q_start is None else np.asarray(q_start, np.int32)
-    counts = -(-kv_end // page_size)
-    num_pages = int(counts.sum()) + spare_pages + 1
-    pages = np.resize(ABSURD, (rows, max(1, int(counts.max(initial=0)))))
-    order, taken = np.random.default_rng([seed, num_pages]).permutation(num_pages - 1) + 1, 0
+    pages, num_pages = shuffle_pages(kv_end, page_size, spare_pages, seed)
     pool = np.full((num_pages, blocks_per_page, page_size, row), 0xFF, np.uint8)
     pool[0] = 0
     ratio = row // (4 * kv_heads)
@@ -153,8 +108,6 @@ def make_case(
     scale_pool = pool.reshape(num_pages, -1, page_size, 4 * kv_heads)
     stored: dict[str, list[np.ndarray]] = {"k": [], "v": []}
     for b in range(rows):
-        pages[b, : counts[b]] = order[taken : taken + counts[b]]
-        taken += counts[b]
         first = kv_start[b] if window is None else max(kv_start[b], starts[b] - window + 1)
         pos = np.arange(first, kv_end[b])
         page, slot = pages[b, pos // page_size], pos % page_size
@@ -181,7 +134,7 @@ def make_case(
     return Case(
         q=normal(rows, s_q, heads, head_dim).astype(jnp.dtype(dtype)),
         pool=pool.reshape(-1),
-        pages=pages.astype(np.int32),
+        pages=pages,
         k=stored["k"],
         v=stored["v"],
         kv_start=kv_start,

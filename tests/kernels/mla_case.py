@@ -4,47 +4,23 @@ import math
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 
 from pallas_kernels.mla_decode import mla_decode
-from pallas_kernels.read_source import ReadSource
-from tests.kernels.delivered import ABSURD, deliver
+from tests.kernels.paged_case import PagedCase, bounds, shuffle_pages
 
 
-@dataclass(frozen=True)
-class Case:
-    """A problem. Every byte that the answer may not depend on is NaN, every id an absurd one."""
+@dataclass(frozen=True, kw_only=True)
+class Case(PagedCase):
+    """options: kv_dtype, row_width, v_width, sm_scale, logit_cap."""
 
-    q: np.ndarray  # [rows, s_q, heads, qk_width]
-    pool: np.ndarray  # uint8[total_bytes]
-    pages: np.ndarray  # int32[rows, width]: physical page of each column, absurd past kv_end
     kv: list[np.ndarray]  # for each row f64[kv_end, qk_width], the rows as stored
-    kv_start: np.ndarray
-    kv_end: np.ndarray
-    q_start: np.ndarray | None
-    page_size: int
-    blocks_per_page: int
     block_offset: int
-    options: dict  # kv_dtype, row_width, v_width, sm_scale, logit_cap
 
     @property
     def num_pages(self) -> int:
         block = self.page_size * self.options["row_width"] * np.dtype(self.options["kv_dtype"]).itemsize
         return self.pool.size // block // self.blocks_per_page
-
-    def source(self, delivery: str, extra_columns: int = 0) -> ReadSource:
-        """The ids of this problem as "table", "stream" or "virtual". More columns add absurd ids only."""
-        return deliver(
-            delivery,
-            self.pages,
-            self.kv_start,
-            self.kv_end,
-            page_size=self.page_size,
-            blocks_per_page=self.blocks_per_page,
-            num_pages=self.num_pages,
-            extra_columns=extra_columns,
-        )
 
     def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""
@@ -62,13 +38,11 @@ class Case:
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
 
     def expected(self):
-        """(out, lse) in f64, by the definition."""
         rows, s_q, heads, _ = self.q.shape
         v_width, cap = self.options["v_width"], self.options["logit_cap"]
         out, lse = np.zeros((rows, s_q, heads, v_width)), np.full((rows, s_q, heads), np.inf)
-        starts = self.kv_end - s_q if self.q_start is None else self.q_start
         for row, i in np.ndindex(rows, s_q):
-            stop = min(self.kv_end[row], starts[row] + i + 1)
+            stop = min(self.kv_end[row], self.first_query[row] + i + 1)
             if stop <= self.kv_start[row]:
                 continue
             kv = self.kv[row][self.kv_start[row] : stop]
@@ -80,21 +54,6 @@ class Case:
             out[row, i] = p @ kv[:, :v_width] / p.sum(axis=1, keepdims=True)
             lse[row, i] = peak[:, 0] + np.log(p.sum(axis=1))
         return out, lse
-
-    def check(self, out, lse, *, tolerance: float | None = None) -> None:
-        """Norm of the difference over the norm for each request, and lse; nothing visible is exactly 0 and +inf."""
-        if tolerance is None:
-            tolerance = 3e-3 if self.q.dtype == ml_dtypes.bfloat16 else 1e-5
-        want, want_lse = self.expected()
-        np.testing.assert_array_equal(np.isposinf(lse), np.isposinf(want_lse))
-        visible = np.isfinite(want_lse)
-        np.testing.assert_allclose(lse[visible], want_lse[visible], rtol=0, atol=tolerance)
-        assert not np.any(out[~visible])
-        for row in range(len(want)):
-            error = np.linalg.norm(out[row] - want[row])
-            assert error <= tolerance * np.linalg.norm(want[row]), (
-                f"row {row}: {error / np.linalg.norm(want[row]):.3g}"
-            )
 
 
 def make_case(
@@ -122,20 +81,13 @@ def make_case(
     kv_dtype = np.dtype(jnp.dtype(kv_dtype or dtype))
     fp8 = kv_dtype.itemsize == 1
     row_width = row_width or (qk_width + 64 if fp8 else qk_width)
-    kv_end = np.asarray(lengths, np.int32)
+    kv_start, kv_end = bounds(lengths, kv_start)
     rows = len(kv_end)
-    kv_start = np.zeros(rows, np.int32) if kv_start is None else np.asarray(kv_start, np.int32)
-    counts = -(-kv_end // page_size)
-    width = max(1, int(counts.max(initial=0)))
-    num_pages = int(counts.sum()) + spare_pages + 1
-    pages = np.resize(ABSURD, (rows, width))
-    order, taken = np.random.default_rng([seed, num_pages]).permutation(num_pages - 1) + 1, 0
+    pages, num_pages = shuffle_pages(kv_end, page_size, spare_pages, seed)
     pool = np.full((num_pages, blocks_per_page, page_size, row_width * kv_dtype.itemsize), 0xFF, np.uint8)
     pool[0] = 0
     kv = []
     for row in range(rows):
-        pages[row, : counts[row]] = order[taken : taken + counts[row]]
-        taken += counts[row]
         values = rng.normal(size=(kv_end[row], qk_width)) * rng.uniform(0.5, 2)
         pos = np.arange(kv_start[row], kv_end[row])
         if fp8:
@@ -153,7 +105,7 @@ def make_case(
     return Case(
         q=rng.normal(size=(rows, s_q, heads, qk_width)).astype(jnp.dtype(dtype)),
         pool=pool.reshape(-1),
-        pages=pages.astype(np.int32),
+        pages=pages,
         kv=kv,
         kv_start=kv_start,
         kv_end=kv_end,
