@@ -20,6 +20,7 @@ from tests.models.pool_cache import make_pool_cache
 from ukv_jax.models.decoder import cache_spec, forward
 from ukv_jax.models.weights import load_model
 
+pytestmark = pytest.mark.exact
 ROOT = Path(__file__).parents[2]
 CHUNK, STEPS = 64, 256
 POOLS = {

@@ -15,7 +15,7 @@ from ukv_jax.engine import Engine, Model, Sampling
 from ukv_jax.layout import UnifiedLayout
 from ukv_jax.verify import check
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* tensors model.visual.* not loaded")
+pytestmark = [pytest.mark.exact, pytest.mark.filterwarnings("ignore:.* tensors model.visual.* not loaded")]
 
 MODELS = ("qwen3_5", "qwen3_5_moe", "falcon_h1", "falcon_h1_norm")
 CACHES = {
