@@ -73,8 +73,10 @@ class _Plan:
             room = _SMEM_BYTES // workers - 2 * M * head_dim
             return min(room // (2 * TILE * (head_dim + v_head_dim)), _MAX_STAGES)
 
-        workers = config.workers or (2 if parts == 1 and stages(2) >= 2 else 1)
-        if workers * (1 + parts) > 4 or stages(workers) < 1:
+        # ptxas refuses a WGMMA of more than 192 columns in a block of 512 threads.
+        fits = {1: stages(1) >= 1, 2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2}
+        workers = config.workers or (2 if fits[2] else 1)
+        if not fits[workers]:
             raise NotImplementedError(
                 f"{workers} workers a block have no room for heads of {head_dim} and {v_head_dim}"
             )
@@ -131,17 +133,24 @@ def gqa_decode_mosaic(
     page_size = source.page_size
     pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, page_size, row_width)
     num_blocks = pool.shape[0]
-    # The queries of a KV head side by side, [rows * kv_heads, queries, head_dim]; a load brings whole tiles of 8 of them.
-    grouped = q.reshape(rows, s_q, num_kv_heads, sharing, head_dim).swapaxes(1, 2)
-    grouped = grouped.reshape(rows * num_kv_heads, queries, head_dim)
-    padded = -(-queries // 8) * 8
-    grouped = jnp.pad(grouped, ((0, 0), (0, padded - queries), (0, 0)))
+    # The queries of a KV head side by side. A load brings whole tiles of 8 lines: where 8 heads are the sharers of some KV
+    # heads, a worker takes those 8, its own among them; else each KV head's queries are padded to such tiles.
+    if s_q == 1 and heads % 8 == 0 and 8 % sharing == 0:
+        grouped, padded = q.reshape(rows * heads // 8, 8, head_dim), 8
+    else:
+        padded = -(-queries // 8) * 8
+        grouped = q.reshape(rows, s_q, num_kv_heads, sharing, head_dim).swapaxes(1, 2)
+        grouped = grouped.reshape(rows * num_kv_heads, queries, head_dim)
+        grouped = jnp.pad(grouped, ((0, 0), (0, padded - queries), (0, 0)))
+    sets = grouped.shape[0] // rows  # of queries, a row
     box = min(M, padded)
     sink_rows = []
     if sinks is not None:
-        head_of_row = np.arange(q_tiles * M) % sharing
-        by_head = sinks.astype(jnp.float32).reshape(num_kv_heads, sharing)
-        sink_rows = [by_head[:, head_of_row].reshape(lanes, M)]
+        line = np.arange(q_tiles * M) - np.arange(num_kv_heads)[:, None] * sharing % (
+            8 if sets < num_kv_heads else 1
+        )
+        head_of_line = np.arange(num_kv_heads)[:, None] * sharing + line % sharing
+        sink_rows = [sinks.astype(jnp.float32)[head_of_line].reshape(lanes, M)]
     offsets = [jnp.asarray(k_offset, jnp.int32).reshape(1)]
     if v_offset is not None:
         offsets.append(jnp.asarray(v_offset, jnp.int32).reshape(1))
@@ -177,7 +186,9 @@ def gqa_decode_mosaic(
         number = lax.axis_index("block") * plan.workers + worker
         group, lane = lax.div(number, lanes), lax.rem(number, lanes)
         kv_head, q_tile = lax.div(lane, q_tiles), lax.rem(lane, q_tiles)
-        live_rows = jnp.minimum(queries - q_tile * M, M)
+        # Where the worker's own queries begin in its tile, and end.
+        first_line = lax.rem(kv_head * sharing, 8) if sets < num_kv_heads else 0
+        live_rows = first_line + jnp.minimum(queries - q_tile * M, M)
         k_block, v_block = offset_refs[0][0], offset_refs[-1][0]
 
         def visible(b):
@@ -277,7 +288,9 @@ def gqa_decode_mosaic(
                     def queries_of_row():  # after the first tile, which need not wait for the row before
                         pl.when(segments > 0)(lambda: plgpu.barrier_wait(q_free.at[worker]))
                         plgpu.copy_gmem_to_smem(
-                            q_ref.at[b * num_kv_heads + kv_head, pl.ds(q_tile * M, box)],
+                            q_ref.at[
+                                b * sets + lax.div(kv_head * sets, num_kv_heads), pl.ds(q_tile * M, box)
+                            ],
                             q_smem.at[worker, pl.ds(0, box)],
                             q_ready.at[worker],
                         )
@@ -422,18 +435,20 @@ def gqa_decode_mosaic(
 
                 @pl.when(whole)
                 def final():
-                    line = (b * num_kv_heads + kv_head) * queries + q_tile * M
-                    store_rows(out_ref, acc.astype(jnp.bfloat16), line, live_rows, column)
+                    line = (b * num_kv_heads + kv_head) * queries + q_tile * M - first_line
+                    store_rows(out_ref, acc.astype(jnp.bfloat16), line, live_rows, column, first_line)
                     natural = jnp.where(seen, log * math.log(2), jnp.inf)
-                    pl.when(first_part)(lambda: store_rows(lse_ref, natural, line, live_rows))
+                    pl.when(first_part)(lambda: store_rows(lse_ref, natural, line, live_rows, 0, first_line))
 
                 @pl.when(jnp.logical_not(whole))
                 def partial_():
                     slot = jnp.where(start == 0, groups + group, group)
-                    line = (slot * num_kv_heads + kv_head) * queries + q_tile * M
-                    store_rows(part_ref, acc, line, live_rows, column)
+                    line = (slot * num_kv_heads + kv_head) * queries + q_tile * M - first_line
+                    store_rows(part_ref, acc, line, live_rows, column, first_line)
                     weight = jnp.where(seen, log, -jnp.inf)
-                    pl.when(first_part)(lambda: store_rows(part_lse_ref, weight, line, live_rows))
+                    pl.when(first_part)(
+                        lambda: store_rows(part_lse_ref, weight, line, live_rows, 0, first_line)
+                    )
 
                 return n
 

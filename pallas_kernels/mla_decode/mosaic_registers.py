@@ -12,19 +12,19 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, scf
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def store_rows(ref, values, first_row, rows, column=0) -> None:
-    """``ref[first_row + i, column + j] = values[i, j]`` for ``i < rows``, straight from registers.
+def store_rows(ref, values, first_row, rows, column=0, skipped=0) -> None:
+    """``ref[first_row + i, column + j] = values[i, j]`` for ``skipped <= i < rows``, straight from registers.
 
     `values` is [64, n] in the WGMMA layout; `ref` is a two-dimensional GMEM ref, or one-dimensional when `values` is a
     [64] vector in the layout of WGMMA rows. The address arithmetic is 64-bit.
     """
     layout = plgpu.Layout.WGMMA if values.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR, _SCALAR), return_type=None)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, *[_SCALAR] * 4), return_type=None)
     def store(_, ref, values, *scalars):
         _emit_store_rows(ref, values, *(scalar.registers.item() for scalar in scalars))
 
-    store(ref, values, jnp.int32(first_row), jnp.int32(rows), jnp.int32(column))
+    store(ref, values, jnp.int32(first_row), jnp.int32(rows), jnp.int32(column), jnp.int32(skipped))
 
 
 def sync_warpgroup() -> None:
@@ -90,7 +90,7 @@ def _constant(value: int):
     return arith.constant(i32, ir.IntegerAttr.get(i32, value))
 
 
-def _emit_store_rows(ref, values, first_row, rows, column):
+def _emit_store_rows(ref, values, first_row, rows, column, skipped):
     i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
     const = lambda value, ty: arith.constant(ty, ir.IntegerAttr.get(ty, value))
     stride = ir.MemRefType(ref.type).shape[1] if len(values.shape) == 2 else 1
@@ -116,7 +116,10 @@ def _emit_store_rows(ref, values, first_row, rows, column):
     base = mgpu.utils.memref_ptr(ref)
     for half, registers in by_half.items():
         at = arith.addi(row, const(half, i32))
-        inside = scf.IfOp(arith.cmpi(arith.CmpIPredicate.slt, at, rows))
+        inside = arith.andi(
+            arith.cmpi(arith.CmpIPredicate.sge, at, skipped), arith.cmpi(arith.CmpIPredicate.slt, at, rows)
+        )
+        inside = scf.IfOp(inside)
         with ir.InsertionPoint(inside.then_block):
             flat = arith.muli(arith.extsi(i64, arith.addi(first_row, at)), const(stride, i64))
             if len(values.shape) == 2:

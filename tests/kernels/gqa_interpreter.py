@@ -18,7 +18,7 @@ from tests.kernels.mla_interpreter import substitute
 LENGTHS = [77, 0, 130, 64, 300]
 CASES = {
     "two workers a block": dict(
-        heads=16, kv_heads=2, head_dim=64, page_size=32, kv_start=[3, 0, 65, 0, 129], sinks=True
+        heads=8, kv_heads=2, head_dim=64, page_size=32, kv_start=[3, 0, 65, 0, 129], sinks=True
     ),
     "drafts in a window": dict(
         heads=8, kv_heads=1, head_dim=128, s_q=3, window=70, page_size=64, sinks=True, logit_cap=5.0

@@ -16,8 +16,8 @@ from pallas_kernels.mla_decode import mosaic_gpu, mosaic_schedule
 from tests.kernels.mla_case import make_case
 
 
-def store_rows(ref, values, first_row, rows, column=0):
-    @pl.loop(0, rows)
+def store_rows(ref, values, first_row, rows, column=0, skipped=0):
+    @pl.loop(skipped, rows)
     def line(i):
         value = lax.dynamic_index_in_dim(values, i, 0, keepdims=False)
         at = first_row + i if values.ndim == 1 else (first_row + i, pl.ds(column, values.shape[1]))

@@ -339,6 +339,7 @@ def test_rows_past_two_to_the_32_bytes(implementation, delivery):
     moved = dataclasses.replace(
         case, pages=np.where(absurd, case.pages, case.pages + high), num_pages=case.num_pages + high
     )
+    serves(implementation, case, delivery)
     out, lse = gqa_decode(
         jnp.asarray(case.q), pool, moved.source(delivery), 0, 1, implementation=implementation, **case.options
     )
