@@ -6,21 +6,37 @@ greedy and greedy_logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from tests.models.dense_cache import make_dense_cache
+from tests.models.pool_cache import make_pool_cache
 from ukv_jax.models.decoder import cache_spec, forward, run_layers
 from ukv_jax.models.decoder import logits as logits_of
 from ukv_jax.models.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 CHUNK = 64
+
+
+def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:
+    """Every cache that a model can run on, by name: make(spec, rows, max_len) of one with begin(tokens, new_len), end()."""
+    pool = partial(make_pool_cache, page_size=page_size)
+    return {
+        "dense": make_dense_cache,
+        "static-table": partial(pool, unified=False),
+        "unified-table": partial(pool, unified=True),
+        "unified-stream": partial(pool, unified=True, delivery="stream"),
+        "unified-virtual": partial(pool, unified=True, delivery="virtual"),
+    }
 
 
 @dataclass(frozen=True)

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
 
 from tests.models import parity
-from tests.models.dense_cache import make_dense_cache
-from tests.models.pool_cache import make_pool_cache
 
 MODELS = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3")
-CACHES = {
-    "dense": make_dense_cache,
-    "static-table": partial(make_pool_cache, unified=False, delivery="table"),
-    "unified-table": partial(make_pool_cache, unified=True, delivery="table"),
-    "unified-stream": partial(make_pool_cache, unified=True, delivery="stream"),
-    "unified-virtual": partial(make_pool_cache, unified=True, delivery="virtual"),
-}
+CACHES = parity.caches()
 # Every delivery on one model; the others differ from it in what lies outside the cache.
 RUNS = [
     (m, c)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.models import parity
-from tests.models.dense_cache import make_dense_cache
-from tests.models.pool_cache import make_pool_cache
 from ukv_jax.attention import pool_specs
 from ukv_jax.models.config import load_config
 from ukv_jax.models.decoder import cache_spec
@@ -22,13 +20,7 @@ from ukv_jax.models.families import FAMILIES
 from ukv_jax.models.weights import abstract_params, load_model
 
 MODELS, PAGE = ("gemma4", "gemma4_plain"), 16
-CACHES = {
-    "dense": make_dense_cache,
-    "static-table": partial(make_pool_cache, unified=False, page_size=PAGE),
-    "unified-table": partial(make_pool_cache, unified=True, page_size=PAGE),
-    "unified-stream": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="stream"),
-    "unified-virtual": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="virtual"),
-}
+CACHES = parity.caches(PAGE)
 RUNS = [(m, c) for m in MODELS for c in CACHES if m == "gemma4" or c == "dense"]
 run = cache(lambda model, kind: parity.run(model, CACHES[kind]))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache, partial
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from tests.models import parity
-from tests.models.dense_cache import make_dense_cache
-from tests.models.pool_cache import make_pool_cache
 from ukv_jax.attention import pool_specs
 from ukv_jax.layout import UnifiedLayout
 from ukv_jax.models import moe
@@ -23,14 +21,8 @@ from ukv_jax.models.decoder import cache_spec
 from ukv_jax.models.weights import abstract_params, load_model
 
 PAGE = 16  # pages that leave the window of 20 tokens all along
-CACHES = {
-    "dense": make_dense_cache,
-    "static-table": partial(make_pool_cache, unified=False, page_size=PAGE),
-    "unified-table": partial(make_pool_cache, unified=True, page_size=PAGE),
-    "unified-stream": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="stream"),
-    "unified-virtual": partial(make_pool_cache, unified=True, page_size=PAGE, delivery="virtual"),
-}
-pytestmark = pytest.mark.filterwarnings("ignore:.*not loaded.*")
+CACHES = parity.caches(PAGE)
+pytestmark = [pytest.mark.exact, pytest.mark.filterwarnings("ignore:.*not loaded.*")]
 run = cache(lambda kind: parity.run("inkling", CACHES[kind]))
 
 

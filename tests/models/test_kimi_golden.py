@@ -1,12 +1,7 @@
-"""Kimi-Linear against transformers on the tiny checkpoint: golden logits and greedy tokens (tools/make_golden_kimi.py).
-
-`CACHES` names factories make(spec, rows, max_len) of a cache with begin(tokens, new_len) and end(); every cache that
-a model can run on belongs here.
-"""
+"""Kimi-Linear against transformers on the tiny checkpoint: golden logits and greedy tokens (tools/make_golden_kimi.py)."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -15,21 +10,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from tests.models.dense_cache import make_dense_cache
-from tests.models.pool_cache import make_pool_cache
+from tests.models import parity
 from ukv_jax.models.decoder import cache_spec, forward
 from ukv_jax.models.weights import load_model
 
 pytestmark = pytest.mark.exact
 ROOT = Path(__file__).parents[2]
 CHUNK, STEPS = 64, 256
-POOLS = {
-    "static-table": partial(make_pool_cache, unified=False, delivery="table"),
-    "unified-stream": partial(make_pool_cache, unified=True, delivery="stream"),
-    "unified-table": partial(make_pool_cache, unified=True, delivery="table"),
-    "unified-virtual": partial(make_pool_cache, unified=True, delivery="virtual"),
-}
-CACHES = {"dense": make_dense_cache} | POOLS
+CACHES = parity.caches()
+POOLS = sorted(CACHES.keys() - {"dense"})
 
 
 @pytest.fixture(scope="module")
@@ -89,10 +78,6 @@ def generate(make_cache, prompts, dtype, steps):
     return logits, np.asarray(greedy(params, first, cache))
 
 
-def relative(found, expected):
-    return np.abs(found - expected).max() / np.abs(expected).max()
-
-
 def test_prompts_span_pages(golden):
     lengths = [len(g["ids"]) for g in golden]
     assert min(lengths) == 1
@@ -102,7 +87,7 @@ def test_prompts_span_pages(golden):
 
 def test_float32_logits(run, golden):
     for found, g in zip(run[0], golden, strict=True):
-        assert relative(found[g["positions"]], g["logits"]) <= 1e-4
+        assert parity.relative(found[g["positions"]], g["logits"]) <= 1e-4
 
 
 def test_greedy_tokens(run, golden):
@@ -111,9 +96,9 @@ def test_greedy_tokens(run, golden):
 
 
 def test_bfloat16_stays_near(golden):
-    found, _ = generate(make_dense_cache, [g["ids"] for g in golden], "bfloat16", 0)
+    found, _ = generate(CACHES["dense"], [g["ids"] for g in golden], "bfloat16", 0)
     for logits, g in zip(found, golden, strict=True):
-        assert relative(logits[g["positions"]], g["logits"]) <= 0.1
+        assert parity.relative(logits[g["positions"]], g["logits"]) <= 0.1
 
 
 def test_pools_and_deliveries_agree_bit_for_bit(runs):

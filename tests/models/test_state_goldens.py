@@ -3,14 +3,12 @@ tools/make_golden_falcon_h1.py)."""
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 
 import numpy as np
 import pytest
 
 from tests.models import parity
-from tests.models.dense_cache import make_dense_cache
-from tests.models.pool_cache import make_pool_cache
 from ukv_jax.engine import Engine, Model, Sampling
 from ukv_jax.layout import UnifiedLayout
 from ukv_jax.verify import check
@@ -18,13 +16,7 @@ from ukv_jax.verify import check
 pytestmark = [pytest.mark.exact, pytest.mark.filterwarnings("ignore:.* tensors model.visual.* not loaded")]
 
 MODELS = ("qwen3_5", "qwen3_5_moe", "falcon_h1", "falcon_h1_norm")
-CACHES = {
-    "dense": make_dense_cache,
-    "static-table": partial(make_pool_cache, unified=False, delivery="table"),
-    "unified-table": partial(make_pool_cache, unified=True, delivery="table"),
-    "unified-stream": partial(make_pool_cache, unified=True, delivery="stream"),
-    "unified-virtual": partial(make_pool_cache, unified=True, delivery="virtual"),
-}
+CACHES = parity.caches()
 # Every delivery with one model of each family: the others differ in what lies outside the cache.
 RUNS = [
     *((model, "dense") for model in MODELS),
@@ -49,7 +41,7 @@ def test_logits_layers_and_tokens(model, kind):
 
 @pytest.mark.parametrize("model", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.slow)])
 def test_bfloat16_stays_near(model):
-    golden, found = parity.load_golden(model), parity.run(model, make_dense_cache, "bfloat16")
+    golden, found = parity.load_golden(model), parity.run(model, CACHES["dense"], "bfloat16")
     assert parity.relative(found.logits, golden["logits"]) <= 0.1
 
 
