@@ -21,6 +21,8 @@ IMPLEMENTATIONS = {
     "triton": ("pallas_kernels.mla_decode.triton", "mla_decode_triton"),
     "xla": ("pallas_kernels.mla_decode.reference", "mla_decode_xla"),
 }
+# Implementations that have another function for e4m3 rows.
+_FP8 = {"mosaic": ("pallas_kernels.mla_decode.mosaic_fp8", "mla_decode_mosaic_fp8")}
 
 
 def preferred(platform: str, compute_capability: tuple[int, int]) -> tuple[str, ...]:
@@ -99,7 +101,7 @@ def mla_decode(
         )
     for name in names:
         try:
-            return _load(name)(
+            return _load(name, kv_dtype)(
                 q,
                 buffer,
                 source,
@@ -117,8 +119,9 @@ def mla_decode(
     raise AssertionError("unreachable: the last implementation returns or raises")
 
 
-def _load(name: str) -> Callable[..., tuple[Array, Array]]:
-    module, function = IMPLEMENTATIONS[name]
+def _load(name: str, kv_dtype: jnp.dtype) -> Callable[..., tuple[Array, Array]]:
+    fp8 = kv_dtype == jnp.float8_e4m3fn
+    module, function = _FP8[name] if fp8 and name in _FP8 else IMPLEMENTATIONS[name]
     try:
         return getattr(import_module(module), function)  # type: ignore[no-any-return]
     except ImportError as error:

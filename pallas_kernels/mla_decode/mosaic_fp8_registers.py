@@ -1,0 +1,556 @@
+"""How the fp8 MLA decode kernel moves e4m3 rows between shared memory and WGMMA operands: inline MLIR for Mosaic GPU.
+
+A KV tile is 64 rows of e4m3 bytes in shared memory under the 128-byte swizzle. It is never written back as f16: each
+thread reads the bytes of its own fragment, converts them (exactly) and multiplies from registers. A fragment wants pairs
+of neighbours along the summed dimension, and 16-byte reads want neighbours in memory; both can be had, because the order
+of a summed dimension is free if both operands share it, and the order of an output's rows is undone when it is stored.
+
+* S^T = K Q^T, summed over columns: position ``16 j + 8 h + 2 q + b`` of a chunk of 64 holds column ``16 q + 4 j + 2 h + b``
+  (`COLUMN_ORDER`, which q must have too).
+* Its row m is token `token_of(m)` of the tile: neighbours in m lie four rows apart, so that no two threads of a phase of
+  a 16-byte read (or, for V, of an 8-byte one) meet in a bank.
+* O^T = V^T P^T, summed over m: row ``16 w + g + 8 h`` of block b holds column ``64 w + 8 g + 2 b + h`` of the half of V
+  that a warpgroup owns, so a thread reads and stores 8 neighbouring columns.
+
+(m, h, q, g, w are those of PTX's fragment: w the warp, g = lane // 4, q = lane % 4, h the half of a fragment.)
+"""
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_WGMMA = plgpu.Layout.WGMMA
+_CHUNK = 64  # columns of K that are converted and multiplied at a time
+_STEP = 16  # summed elements of one WGMMA on f16
+_LINE = 128  # bytes of a line of a swizzled box
+_BOX = 8 * _LINE  # 8 rows of 128 bytes, after which the swizzle starts again
+
+# Column of a chunk of 64 that each position along the summed dimension of Q K^T holds.
+COLUMN_ORDER = np.arange(64).reshape(4, 4, 2, 2).transpose(1, 2, 0, 3).reshape(-1)
+
+
+def token_of(m):
+    """Row of the KV tile that row m of S^T stands for."""
+    return (m & ~7) | (((m ^ (m >> 2)) & 1) << 2) | (m & 2) | ((m >> 2) & 1)
+
+
+def scores_of(tile_ref, q_ref, bit_chunks: int, transforms):
+    """S^T = K Q^T, f32 [64, columns] with rows in the order of `token_of`; q_ref as `load_queries` leaves it."""
+    columns, width = q_ref.shape
+
+    def product(s_ref):
+        chunks = width // _CHUNK
+        words = k_bytes(tile_ref, 0, transforms)
+        for c in range(chunks):
+            fragments = k_fragments(words, by_bits=c < bit_chunks)
+            if c + 1 < chunks:
+                words = k_bytes(tile_ref, c + 1, transforms)
+            plgpu.wgmma(s_ref, fragments, q_ref.at[:, pl.ds(c * _CHUNK, _CHUNK)].transpose((1, 0)))
+            plgpu.wgmma_wait(1)  # frees the registers of the chunk before
+        return s_ref[...]
+
+    return pl.run_scoped(product, plgpu.ACC((64, columns), jnp.float32))
+
+
+def first_values(tile_ref, first_column, blocks: int, by_bits: bool, transforms):
+    """The part of `add_values` that does not need P: V's first fragments and the bytes of the next."""
+    fragments = v_fragments(v_bytes(tile_ref, 0, first_column, blocks, transforms), blocks, by_bits)
+    return (*fragments, v_bytes(tile_ref, 1, first_column, blocks, transforms))
+
+
+def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight: int, by_bits: bool, transforms):
+    """``O^T + V^T P^T`` for the blocks of O^T that start at column `first_column` of V, as `v_fragments` orders their rows.
+
+    p_ref: P^T, f16 [64, columns], rows in the order of `token_of`. first: from `first_values`. in_flight: WGMMAs that may
+    run when the next fragments are made. With `by_bits`, V counts 2**-8 of its value.
+    """
+    blocks, steps = len(accumulators), 64 // _STEP
+
+    def products(refs):
+        *fragments, words = first
+        for step in range(steps):
+            weights = p_ref.at[pl.ds(step * _STEP, _STEP)]
+            for ref, fragment in zip(refs, fragments, strict=True):
+                plgpu.wgmma(ref, fragment, weights)
+            plgpu.wgmma_wait(in_flight)
+            if step + 1 < steps:
+                fragments = v_fragments(words, blocks, by_bits)
+            if step + 2 < steps:
+                words = v_bytes(tile_ref, step + 2, first_column, blocks, transforms)
+
+    return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
+
+
+def k_bytes(tile_ref, chunk: int, transforms):
+    """What this thread needs of K's columns ``64 * chunk`` to ``64 * chunk + 63``, for `k_fragments`: 8 words."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms),), return_type=_words_type(8))
+    def read(_, tile):
+        boxes = _boxes_of_row(tile)
+        q, row = _place_in_warpgroup()
+        line, phase = _line_of(row, boxes)
+        at = _add(_add(_shared(tile), line), _shl(_xor(_or(q, _const(4 * (chunk % 2))), phase), 4))
+        offset = chunk // 2 * _BOX
+        return _words_array([w for h in range(2) for w in _load_shared(at, offset + h * boxes * _BOX, 4)])
+
+    return read(tile_ref)
+
+
+def k_fragments(words, by_bits: bool = False):
+    """K in the order of `token_of` and `COLUMN_ORDER`, f16 [64, 64], from `k_bytes`."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float16, layout=_WGMMA)
+    )
+    def convert(_, words):
+        values = {}
+        for i, word in enumerate(_words_of(words)):  # four of row m, four of row m + 8
+            pairs = (
+                [_bits_to_f16(word, word, s) for s in (0x9180, 0xB3A2)] if by_bits else _halves_to_f16(word)
+            )
+            for h, pair in enumerate(pairs):
+                values[i // 4 * 8, i % 4 * _STEP + 8 * h] = pair
+        return _f16_array(values, (64, 64))
+
+    return convert(words)
+
+
+def token_scales(tile_ref, byte: int, transforms):
+    """f32 [64] at bytes `byte` to `byte` + 3 of the tile's rows, in the order of `token_of`."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(transforms),),
+        return_type=plgpu.ShapeDtypeStruct((64,), jnp.float32, layout=_WGMMA.reduce(1)),
+    )
+    def read(_, tile):
+        boxes = _boxes_of_row(tile)
+        _, row = _place_in_warpgroup()
+        line, phase = _line_of(row, boxes)
+        chunk = byte % _LINE // 16
+        at = _add(_add(_shared(tile), line), _shl(_xor(_const(chunk), phase), 4))
+        offset = byte // _LINE * _BOX + byte % 16
+        f32 = ir.F32Type.get()
+        layout = _WGMMA.reduce(1).to_mgpu()
+        registers = np.empty(layout.registers_shape((64,)), dtype=object)
+        for index, row_offset in _row_places(layout, registers.shape):
+            (word,) = _load_shared(at, offset + (row_offset // 8) * boxes * _BOX, 1)
+            value = llvm.bitcast(f32, word)
+            registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), value)
+        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return read(tile_ref)
+
+
+def v_bytes(tile_ref, step: int, first_column, blocks: int, transforms):
+    """What this thread needs of V's rows m = 16 * step to 16 * step + 15, for `v_fragments`: 2 * blocks words.
+
+    It covers ``64 * blocks`` columns from `first_column` on, a multiple of 128; `blocks` is 2 or 4.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _SCALAR), return_type=_words_type(2 * blocks))
+    def read(_, tile, first_column):
+        boxes = _boxes_of_row(tile)
+        lane, warp = _lane_and_warp()
+        g, q = _shr(lane, 2), _and(lane, 3)
+        column = _add(_mul(warp, 16 * blocks), _mul(g, 2 * blocks))
+        column = _add(column, first_column.registers.item())
+        inside = _and(column, _LINE - 1)
+        chunk, byte = _shr(inside, 4), _and(inside, 15)
+        base = _add(_add(_shared(tile), _mul(_shr(column, 7), _BOX)), byte)
+        rows = [token_of(_Bits(_or(_shl(q, 1), _const(e)))).value for e in (0, 1)]  # within 8
+        at = [_add(base, _add(_mul(row, _LINE), _shl(_xor(chunk, row), 4))) for row in rows]
+        return _words_array(
+            [
+                word
+                for k in range(2)  # rows m and m + 8
+                for e in range(2)
+                for word in _load_shared(at[e], (2 * step + k) * boxes * _BOX, blocks // 2)
+            ]
+        )
+
+    return read(tile_ref, jnp.int32(first_column))
+
+
+def v_fragments(words, blocks: int, by_bits: bool = False):
+    """V^T for 16 summed rows, a list of `blocks` f16 [64, 16], from `v_bytes`."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA,),
+        return_type=(plgpu.ShapeDtypeStruct((64, _STEP), jnp.float16, layout=_WGMMA),) * blocks,
+    )
+    def convert(_, words):
+        words = iter(_words_of(words))
+        take = lambda: [next(words) for _ in range(blocks // 2)]
+        values: list[dict[tuple[int, int], ir.Value]] = [{} for _ in range(blocks)]
+        for k in range(2):
+            for i, (x, y) in enumerate(zip(take(), take(), strict=True)):
+                if by_bits:  # each byte of both rows, with its sign
+                    pairs = [_bits_to_f16(x, y, s) for s in (0xC480, 0xD591, 0xE6A2, 0xF7B3)]
+                else:
+                    pairs = [p for s in (0x5140, 0x7362) for p in _halves_to_f16(_prmt(x, y, s))]
+                for j, pair in enumerate(pairs):
+                    values[2 * i + j // 2][j % 2 * 8, 8 * k] = pair
+        return tuple(_f16_array(pairs, (64, _STEP)) for pairs in values)
+
+    return list(convert(words))
+
+
+def load_queries(q_ref, first_line, lines, q_smem, unit_ref, bit_chunks: int, transforms) -> None:
+    """f16 queries in `COLUMN_ORDER` in shared memory, each times a power of two; the inverse of that goes to `unit_ref`.
+
+    q_ref bf16 [n, width] in GMEM, of which `lines` lines are taken from `first_line` on; q_smem [columns, width], whose
+    lines past those become 0; unit_ref f32 [columns]. The power takes a line's largest element to [2**14, 2**15), so
+    that f16 holds it and what is down to 2**-38 of it. Follow with `plgpu.commit_smem`.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType(transforms), plgpu.RefType()),
+        return_type=None,
+    )
+    def load(_, q, first_line, lines, target, units):
+        first_line, lines = first_line.registers.item(), lines.registers.item()
+        i64 = ir.IntegerType.get_signless(64)
+        groups, chunks, _, _ = ir.MemRefType(target.type).shape  # [columns / 8, width / 64, 8, 64]
+        width = 64 * chunks
+        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+        quad = _and(thread, 3)
+        for first in range(0, 8 * groups, 32):  # a quad a line
+            line = _add(_shr(thread, 2), _const(first))
+            inside = arith.cmpi(arith.CmpIPredicate.slt, line, lines)
+            at = arith.muli(
+                arith.extsi(i64, _add(first_line, arith.select(inside, line, _const(0)))),
+                arith.constant(i64, ir.IntegerAttr.get(i64, 2 * width)),
+            )
+            at = arith.addi(at, arith.extsi(i64, _shl(quad, 5)))
+            at = arith.addi(at, llvm.ptrtoint(i64, utils.memref_ptr(q)))
+            words = [w for c in range(chunks) for half in (0, 16) for w in _load_global(at, 128 * c + half)]
+            words = [arith.select(inside, w, _const(0)) for w in words]
+            peak = _const(0)
+            for word in words:
+                peak = _larger_sizes(peak, word)
+            peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # non-negative floats compare as integers
+            for distance in (1, 2):
+                peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
+            up = arith.minui(arith.subi(_const(260), _shr(peak, 23)), _const(245))
+            powers = [_shl(_add(up, _const(8)), 23), _shl(up, 23)]
+            unit = _shl(arith.subi(_const(254), up), 23)
+            present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(8 * groups))
+            phase = _and(line, 7)
+            to = _add(_shared(target), _add(_mul(_shr(line, 3), chunks * _BOX), _mul(phase, _LINE)))
+            to = _add(to, _shl(quad, 2))
+            for piece in range(8):  # 16 bytes of a line of 64 columns: steps j, halves h
+                there = _add(to, _shl(_xor(phase, _const(piece)), 4))
+                for c in range(chunks):
+                    value = _scaled_to_f16(words[8 * c + piece], powers[c >= bit_chunks])
+                    _store_shared(there, c * _BOX, value, present)
+            first_of_quad = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, quad, _const(0)))
+            _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, first_of_quad)
+
+    load(q_ref, jnp.int32(first_line), jnp.int32(lines), q_smem, unit_ref)
+
+
+def zero_rows(tile_ref, first, stop, transforms) -> None:
+    """Writes zeros over the rows of a tile of 64 outside [first, stop). The swizzle stays inside a line of 128 bytes."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _SCALAR, _SCALAR), return_type=None)
+    def zero(_, tile, first, stop):
+        boxes = _boxes_of_row(tile)
+        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+        row, side = _shr(thread, 1), _and(thread, 1)
+        at = _add(_shared(tile), _add(_line_of(row, boxes)[0], _shl(side, 6)))
+        dead = arith.ori(
+            arith.cmpi(arith.CmpIPredicate.slt, row, first.registers.item()),
+            arith.cmpi(arith.CmpIPredicate.sge, row, stop.registers.item()),
+        )
+        with utils.when(dead):
+            for box in range(boxes):
+                for piece in range(0, _LINE // 2, 16):
+                    utils.inline_ptx(
+                        f"st.shared.v4.b32 [$0+{box * _BOX + piece}], {{$1, $1, $1, $1}};",
+                        at, _const(0), has_side_effects=True,
+                    )  # fmt: skip
+
+    zero(tile_ref, jnp.int32(first), jnp.int32(stop))
+
+
+def store_columns(ref, blocks, first_line, lines, column) -> None:
+    """``ref[first_line + n, column + v] = O[v, n]`` for ``n < lines``; `blocks` are O^T as `v_fragments` orders its rows.
+
+    The arrays are f32 [64, n] in the WGMMA layout; `ref` in GMEM is f32 or bf16. The address arithmetic is 64-bit.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[_WGMMA] * len(blocks), _SCALAR, _SCALAR, _SCALAR), return_type=None
+    )
+    def store(_, ref, *args):
+        accs, (first_line, lines, column) = (
+            args[: len(blocks)],
+            (x.registers.item() for x in args[len(blocks) :]),
+        )
+        stride = ir.MemRefType(ref.type).shape[1]
+        element = ir.MemRefType(ref.type).element_type
+        i64 = ir.IntegerType.get_signless(64)
+        lane, warp = _lane_and_warp()
+        g, q = _shr(lane, 2), _and(lane, 3)
+        mine = _add(column, _add(_mul(warp, 16 * len(accs)), _mul(g, 2 * len(accs))))
+        base = utils.memref_ptr(ref)
+        places = [_by_place(acc) for acc in accs]
+        for n in range(0, accs[0].shape[1], 8):
+            for c in range(2):
+                line = _add(_shl(q, 1), _const(n + c))
+                values = [_element(place[8 * h, n], c) for place in places for h in range(2)]
+                vec = llvm.mlir_undef(ir.VectorType.get((len(values),), ir.F32Type.get()))
+                for i, value in enumerate(values):
+                    vec = llvm.insertelement(vec, value, _const(i))
+                if element != ir.F32Type.get():
+                    vec = arith.truncf(ir.VectorType.get((len(values),), element), vec)
+                with utils.when(arith.cmpi(arith.CmpIPredicate.slt, line, lines)):
+                    at = arith.muli(
+                        arith.extsi(i64, _add(first_line, line)),
+                        arith.constant(i64, ir.IntegerAttr.get(i64, stride)),
+                    )
+                    at = arith.addi(at, arith.extsi(i64, mine))
+                    pointer = utils.getelementptr(base, [at], element)
+                    llvm.store(vec, pointer, alignment=min(16, len(values) * utils.bytewidth(element)))
+
+    store(ref, *blocks, jnp.int32(first_line), jnp.int32(lines), jnp.int32(column))
+
+
+def store_vector(ref, values, first, count) -> None:
+    """``ref[first + n] = values[n]`` for ``n < count``; f32 [n] in the layout of WGMMA columns, `ref` in GMEM."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _WGMMA.reduce(0), _SCALAR, _SCALAR), return_type=None)
+    def store(_, ref, values, first, count):
+        first, count = first.registers.item(), count.registers.item()
+        i64 = ir.IntegerType.get_signless(64)
+        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+        base = utils.memref_ptr(ref)
+        with utils.when(arith.cmpi(arith.CmpIPredicate.ult, thread, _const(4))):
+            for i, register in enumerate(values.registers.flat):
+                for c in range(2):
+                    n = _add(_shl(thread, 1), _const(8 * i + c))
+                    with utils.when(arith.cmpi(arith.CmpIPredicate.slt, n, count)):
+                        at = arith.extsi(i64, _add(first, n))
+                        llvm.store(_element(register, c), utils.getelementptr(base, [at], values.mlir_dtype))
+
+    store(ref, values, jnp.int32(first), jnp.int32(count))
+
+
+class _Bits:
+    """An i32 under Python's bit operators, for `token_of`."""
+
+    def __init__(self, value: ir.Value):
+        self.value = value
+
+    def __and__(self, other: int) -> "_Bits":
+        return _Bits(_and(self.value, other))
+
+    def __or__(self, other: "_Bits") -> "_Bits":
+        return _Bits(_or(self.value, other.value))
+
+    def __xor__(self, other: "_Bits") -> "_Bits":
+        return _Bits(_xor(self.value, other.value))
+
+    def __lshift__(self, by: int) -> "_Bits":
+        return _Bits(_shl(self.value, by))
+
+    def __rshift__(self, by: int) -> "_Bits":
+        return _Bits(_shr(self.value, by))
+
+
+def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
+    thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+    return _and(thread, 31), _shr(thread, 5)
+
+
+def _place_in_warpgroup() -> tuple[ir.Value, ir.Value]:
+    """(q, the tile row of S^T's row 16 * warp + g)."""
+    lane, warp = _lane_and_warp()
+    return _and(lane, 3), token_of(_Bits(_add(_shl(warp, 4), _shr(lane, 2)))).value
+
+
+def _line_of(row: ir.Value, boxes: int) -> tuple[ir.Value, ir.Value]:
+    """(byte offset of the row's line in its first box, what the swizzle adds to a 16-byte chunk)."""
+    phase = _and(row, 7)
+    return _add(_mul(_shr(row, 3), boxes * _BOX), _mul(phase, _LINE)), phase
+
+
+def _boxes_of_row(tile: ir.Value) -> int:
+    """Boxes of [8, 128] bytes that lie side by side. `tile` is [rows / 8, boxes, 8, 128]."""
+    return ir.MemRefType(tile.type).shape[1]
+
+
+def _load_shared(address: ir.Value, offset: int, words: int) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    names = [f"${i}" for i in range(words)]
+    target = names[0] if words == 1 else "{" + ", ".join(names) + "}"
+    kind = "b32" if words == 1 else f"v{words}.b32"
+    loaded = utils.inline_ptx(
+        f"ld.shared.{kind} {target}, [${words}+{offset}];",
+        address,
+        result_types=i32 if words == 1 else [i32] * words,
+        has_side_effects=True,
+    )
+    return [loaded] if words == 1 else list(loaded)
+
+
+def _load_global(address: ir.Value, offset: int) -> list[ir.Value]:
+    i32 = ir.IntegerType.get_signless(32)
+    return list(
+        utils.inline_ptx(
+            f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
+            address,
+            result_types=[i32] * 4,
+            has_side_effects=True,
+        )
+    )
+
+
+def _store_shared(address: ir.Value, offset: int, word: ir.Value, where: ir.Value) -> None:
+    utils.inline_ptx(
+        f"st.shared.b32 [$0+{offset}], $1;", address, word, predicate=where, has_side_effects=True
+    )
+
+
+def _larger_sizes(sizes: ir.Value, word: ir.Value) -> ir.Value:
+    """Of two bf16 pairs the larger magnitudes; `sizes` has none below 0."""
+    return _ptx("{ .reg .b32 size; and.b32 size, $2, 0x7fff7fff; max.bf16x2 $0, $1, size; }", sizes, word)
+
+
+def _scaled_to_f16(word: ir.Value, power: ir.Value) -> ir.Value:
+    """A bf16 pair times an f32, given by its bits, as an f16 pair."""
+    return _ptx(
+        "{ .reg .b32 low, high; .reg .f32 a, b, p; mov.b32 p, $2; shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000;"
+        " mov.b32 a, low; mov.b32 b, high; mul.f32 a, a, p; mul.f32 b, b, p; cvt.rn.f16x2.f32 $0, b, a; }",
+        word,
+        power,
+    )
+
+
+def _ptx(text: str, *args: ir.Value) -> ir.Value:
+    return utils.inline_ptx(text, *args, result_types=ir.IntegerType.get_signless(32))
+
+
+def _words_type(words: int):
+    """Words of a thread pass between functions as an int32 array, whose shape and layout mean nothing else."""
+    return plgpu.ShapeDtypeStruct((64, 2 * words), jnp.int32, layout=_WGMMA)
+
+
+def _words_array(words: list[ir.Value]) -> FragmentedArray:
+    layout = _WGMMA.to_mgpu()
+    i32 = ir.IntegerType.get_signless(32)
+    registers = np.empty(layout.registers_shape((64, 2 * len(words))), dtype=object)
+    for i, index in enumerate(np.ndindex(registers.shape)):
+        pair = llvm.mlir_undef(ir.VectorType.get((2,), i32))
+        for e in range(2):
+            pair = llvm.insertelement(pair, words[2 * i + e], _const(e))
+        registers[index] = pair
+    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+
+def _words_of(array: FragmentedArray) -> list[ir.Value]:
+    return [_element(register, e) for register in array.registers.flat for e in range(2)]
+
+
+def _halves_to_f16(word: ir.Value) -> list[ir.Value]:
+    """The four e4m3 bytes of a word as two words of f16 pairs, lower bytes first."""
+    i32 = ir.IntegerType.get_signless(32)
+    return list(
+        utils.inline_ptx(
+            "{ .reg .b16 low, high; mov.b32 {low, high}, $2;"
+            " cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }",
+            word,
+            result_types=[i32, i32],
+        )
+    )
+
+
+def _bits_to_f16(x: ir.Value, y: ir.Value, selector: int) -> ir.Value:
+    """Two e4m3 bytes as an f16 pair, each times 2**-8. `selector`: each byte of x, y, and after it its sign.
+
+    Sign-extended to 16 bits and shifted by 7, a byte has its sign in bits 15 and 14 and its exponent and mantissa in place;
+    e4m3's exponent has bias 7, f16's 15. Right for subnormal values too; not for NaN. Three instructions of two pipes,
+    where a conversion has one that is slow.
+    """
+    return _and(_shl(_prmt(x, y, selector), 7), 0xBF80BF80 - 2**32)
+
+
+def _prmt(x: ir.Value, y: ir.Value, selector: int) -> ir.Value:
+    return _ptx(f"prmt.b32 $0, $1, $2, {selector};", x, y)
+
+
+def _f16_array(words: dict[tuple[int, int], ir.Value], shape: tuple[int, int]) -> FragmentedArray:
+    """From words of f16 pairs by (row offset 0 or 8, column offset)."""
+    layout = _WGMMA.to_mgpu()
+    registers = np.empty(layout.registers_shape(shape), dtype=object)
+    pair = ir.VectorType.get((2,), ir.F16Type.get())
+    for index, row, column in _places(layout, shape, registers.shape):
+        registers[index] = llvm.bitcast(pair, words[row, column])
+    return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def _by_place(values: FragmentedArray) -> dict[tuple[int, int], ir.Value]:
+    return {
+        (row, column): values.registers[index]
+        for index, row, column in _places(values.layout, values.shape, values.registers.shape)
+    }
+
+
+def _places(layout, shape, registers_shape):
+    """(index of a register, its row offset 0 or 8, its first column less what the thread adds) of a WGMMA layout."""
+    strides = layout.tiling.tile_strides(tuple(utils.get_contiguous_strides(shape)))
+    for index in np.ndindex(registers_shape):
+        yield index, *divmod(sum(i * s for i, s in zip(index, strides, strict=False)), shape[1])
+
+
+def _row_places(layout, registers_shape):
+    strides = layout.tiling.tile_strides((1,))
+    for index in np.ndindex(registers_shape):
+        yield index, sum(i * s for i, s in zip(index, strides, strict=False))
+
+
+def _element(register: ir.Value, e: int) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
+
+
+def _shared(ref: ir.Value) -> ir.Value:
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+
+
+def _const(value: int) -> ir.Value:
+    i32 = ir.IntegerType.get_signless(32)
+    return arith.constant(i32, ir.IntegerAttr.get(i32, value))
+
+
+def _add(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.addi(a, b)
+
+
+def _mul(a: ir.Value, b: int) -> ir.Value:
+    return arith.muli(a, _const(b))
+
+
+def _and(a: ir.Value, b: int) -> ir.Value:
+    return arith.andi(a, _const(b))
+
+
+def _or(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.ori(a, b)
+
+
+def _xor(a: ir.Value, b: ir.Value) -> ir.Value:
+    return arith.xori(a, b)
+
+
+def _shl(a: ir.Value, b: int) -> ir.Value:
+    return arith.shli(a, _const(b))
+
+
+def _shr(a: ir.Value, b: int) -> ir.Value:
+    return arith.shrui(a, _const(b))

@@ -1,0 +1,331 @@
+"""The fp8 MLA decode kernel without a GPU: its shared-memory accesses lane by lane, and compiled for an H200.
+
+The kernel emits its loads and conversions as MLIR for a warpgroup. Here the same functions run on NumPy arrays of 128 lanes in place of MLIR
+values, over a shared memory of bytes that counts bank conflicts, and their fragments are multiplied as PTX says WGMMA does.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.mla_decode import mla_decode
+from pallas_kernels.mla_decode import mosaic_fp8_registers as registers
+from pallas_kernels.mla_decode.mosaic_fp8 import TuningConfig, mla_decode_mosaic_fp8
+from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from tests.deviceless import compile_for, requires_plugin, shape
+
+LANES = 128
+THREAD = np.arange(LANES)
+WARP, G, Q = THREAD // 32, THREAD % 32 // 4, THREAD % 4
+E4M3 = ml_dtypes.float8_e4m3fn
+
+
+class Shared:
+    """A ref of [rows, 128 * boxes] bytes under the 128-byte swizzle in tiles of [8, 128]."""
+
+    def __init__(self, rows: int, boxes: int):
+        self.type = SimpleNamespace(shape=(rows // 8, boxes, 8, 128))
+        self.memory = np.zeros(rows * boxes * 128, np.uint8)
+        row, byte = np.divmod(np.arange(rows * boxes * 128), boxes * 128)
+        chunk = (byte % 128 // 16) ^ (row % 8)
+        self.place = (row // 8 * boxes + byte // 128) * 1024 + row % 8 * 128 + chunk * 16 + byte % 16
+
+    def write(self, rows: np.ndarray) -> None:
+        self.memory[self.place] = rows.view(np.uint8).reshape(-1)
+
+    def read(self) -> np.ndarray:
+        return self.memory[self.place].reshape(self.type.shape[0] * 8, -1)
+
+
+def conflict_free(addresses: np.ndarray, size: int) -> bool:
+    """Whether each phase of a warp's access (lanes that move 128 bytes together) touches a bank once, or one word."""
+    for lanes in addresses.reshape(-1, 128 // size):
+        words = np.unique(np.concatenate([lanes // 4 + i for i in range(size // 4)]))
+        if np.unique(words % 32).size != words.size:
+            return False
+    return True
+
+
+def as_words(values: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(values).view(np.uint32).astype(np.int64)
+
+
+@pytest.fixture
+def warpgroup(monkeypatch):
+    """Puts 128 NumPy lanes in the place of the MLIR builders; returns the list of what each memory access was."""
+    accesses = []
+    number = lambda value: np.full(LANES, int(value), np.int64)
+    wrap = lambda value: value & 0xFFFFFFFF
+
+    def load_shared(at, offset, words):
+        memory, address = at.memory, at.address + offset
+        accesses.append(("load", conflict_free(address, 4 * words)))
+        assert (address % (4 * words) == 0).all()
+        return [
+            memory[address[:, None] + 4 * i + np.arange(4)] @ (1 << np.arange(0, 32, 8)) for i in range(words)
+        ]
+
+    def store_shared(at, offset, word, where):
+        address = (at.address + offset)[where]
+        accesses.append(("store", conflict_free(at.address + offset, 4)))
+        at.memory[address[:, None] + np.arange(4)] = word[where][:, None] >> np.arange(0, 32, 8) & 0xFF
+
+    def load_global(at, offset):
+        byte = at + offset
+        assert (byte % 16 == 0).all()
+        return [as_words(GLOBAL.data[byte[:, None] + 4 * i + np.arange(4)])[:, 0] for i in range(4)]
+
+    class Address:
+        def __init__(self, memory, address):
+            self.memory, self.address = memory, address
+
+    def add(a, b):
+        if isinstance(a, Address):
+            return Address(a.memory, a.address + b)
+        return a + b
+
+    def halves(word):
+        raw = wrap(word)[:, None] >> np.arange(0, 32, 8) & 0xFF
+        pairs = raw.astype(np.uint8).view(E4M3).astype(np.float16)
+        return [pairs[:, :2], pairs[:, 2:]]
+
+    def prmt(x, y, selector):
+        raw = (wrap(x) | wrap(y) << 32)[:, None] >> np.arange(0, 64, 8) & 0xFF
+        picks = [selector >> 4 * i & 15 for i in range(4)]  # bit 3: the byte's sign, eight times
+        chosen = [(raw[:, p & 7] >> 7) * 0xFF if p & 8 else raw[:, p] for p in picks]
+        return np.stack(chosen, 1) @ (1 << np.arange(0, 32, 8))
+
+    def bf16(word):
+        return np.stack([wrap(word) << 16, wrap(word) & 0xFFFF0000], 1).astype(np.uint32).view(np.float32)
+
+    def scaled(word, power):
+        product = bf16(word) * wrap(power).astype(np.uint32).view(np.float32)[:, None]
+        return as_words(product.astype(np.float16))[:, 0]
+
+    def larger(sizes, word):
+        value = (
+            np.maximum(bf16(sizes), np.abs(bf16(word))).astype(np.float32).view(np.uint32).astype(np.int64)
+        )
+        return value[:, 0] >> 16 | value[:, 1]
+
+    compare = {"slt": np.less, "eq": np.equal}
+    scalar = lambda value: SimpleNamespace(registers=SimpleNamespace(item=lambda: number(value)))
+    replaced = dict(
+        plgpu=SimpleNamespace(
+            inline_mgpu=lambda **_: lambda body: lambda *args: body(
+                None, *(scalar(x) if isinstance(x, jax.Array) else x for x in args)
+            ),
+            RefType=lambda *_: None, ShapeDtypeStruct=lambda *_, **__: None,
+        ),
+        arith=SimpleNamespace(
+            remui=np.mod, muli=np.multiply, addi=np.add, subi=np.subtract, extsi=lambda _, x: x, select=np.where,
+            maxui=np.maximum, minui=np.minimum, andi=np.logical_and, constant=lambda _, value: number(value),
+            cmpi=lambda predicate, a, b: compare[predicate](a, b),
+            CmpIPredicate=SimpleNamespace(slt="slt", eq="eq"),
+        ),
+        ir=SimpleNamespace(
+            MemRefType=lambda type_: type_, IntegerType=SimpleNamespace(get_signless=lambda _: None),
+            IntegerAttr=SimpleNamespace(get=lambda _, value: value),
+        ),
+        llvm=SimpleNamespace(ptrtoint=lambda _, x: x),
+        utils=SimpleNamespace(
+            thread_idx=lambda: THREAD + 256, WARPGROUP_SIZE=LANES, memref_ptr=lambda _: number(0),
+            shfl_bfly=lambda value, distance: value[THREAD ^ distance],
+        ),
+        _words_array=lambda words: words, _words_of=lambda words: words, _f16_array=lambda words, _: words,
+        _words_type=lambda _: None,
+        _shared=lambda ref: Address(ref.memory, number(0)), _load_shared=load_shared, _store_shared=store_shared,
+        _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _scaled_to_f16=scaled,
+        _const=number, _add=add, _mul=lambda a, b: a * b, _and=lambda a, b: a & b & 0xFFFFFFFF, _or=np.bitwise_or,
+        _xor=np.bitwise_xor, _shl=lambda a, b: wrap(a << b), _shr=lambda a, b: wrap(a) >> b,
+    )  # fmt: skip
+    for name, value in replaced.items():
+        monkeypatch.setattr(registers, name, value)
+    return accesses
+
+
+GLOBAL = SimpleNamespace(data=None)
+
+
+def matrix(fragment: dict, columns: int) -> np.ndarray:
+    """[64, columns] that the 128 threads' registers make up: PTX ISA, register fragments of wgmma.m64nNk16."""
+    out = np.full((64, columns), np.nan, np.float32)
+    for (row, column), pairs in fragment.items():
+        if pairs.ndim == 1:  # bits
+            pairs = (pairs[:, None] >> np.array([0, 16]) & 0xFFFF).astype(np.uint16).view(np.float16)
+        for b in range(2):
+            out[16 * WARP + G + row, column + 2 * Q + b] = pairs[:, b]
+    return out
+
+
+def tile(boxes=5, seed=0):
+    rng = np.random.default_rng(seed)
+    rows = np.where(rng.random((64, 128 * boxes)) < 0.01, 0x7E, rng.integers(0, 256, (64, 128 * boxes)))
+    rows[(rows & 0x7F) == 0x7F] = 0x80  # no NaN
+    rows = rows.astype(np.uint8)
+    shared = Shared(64, boxes)
+    shared.write(rows)
+    return shared, rows.view(E4M3).astype(np.float32)
+
+
+TOKENS = registers.token_of(np.arange(64))
+
+
+def test_tokens_are_a_permutation_within_groups_of_8():
+    assert sorted(TOKENS) == list(range(64))
+    np.testing.assert_array_equal(TOKENS // 8, np.arange(64) // 8)
+
+
+@pytest.mark.parametrize("boxes", [5, 3])
+@pytest.mark.parametrize("by_bits", [False, True])
+def test_fragments_of_k(warpgroup, boxes, by_bits):
+    shared, values = tile(boxes)
+    values = values * 2.0**-8 if by_bits else values
+    for chunk in range(2 * boxes - 1):
+        k = matrix(registers.k_fragments(registers.k_bytes(shared, chunk, None), by_bits), 64)
+        np.testing.assert_array_equal(k, values[TOKENS][:, 64 * chunk + registers.COLUMN_ORDER])
+    assert all(free for _, free in warpgroup)
+
+
+@pytest.mark.parametrize("boxes, blocks", [(5, 4), (3, 2)])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("by_bits", [False, True])
+def test_fragments_of_v(warpgroup, boxes, blocks, side, by_bits):
+    shared, values = tile(boxes)
+    values = values * 2.0**-8 if by_bits else values
+    first = 64 * blocks * side
+    row = np.arange(64)
+    w, h, g = row // 16, row % 16 // 8, row % 8
+    for step in range(4):
+        words = registers.v_bytes(shared, step, first, blocks, None)
+        for b, fragment in enumerate(registers.v_fragments(words, blocks, by_bits)):
+            columns = first + 16 * blocks * w + 2 * blocks * g + 2 * b + h
+            v = values[TOKENS[16 * step : 16 * step + 16]][:, columns]
+            np.testing.assert_array_equal(matrix(fragment, 16), v.T)
+    assert blocks == 2 or all(free for _, free in warpgroup)
+
+
+@pytest.mark.parametrize("columns, lines, bit_chunks", [(16, 9, 0), (32, 32, 4), (64, 40, 9)])
+def test_queries_reach_shared_memory_in_the_order_of_k(warpgroup, columns, lines, bit_chunks):
+    rng = np.random.default_rng(1)
+    q = (rng.normal(size=(lines + 7, 576)) * 2.0 ** rng.integers(-40, 40, (lines + 7, 1))).astype(
+        ml_dtypes.bfloat16
+    )
+    GLOBAL.data = q.view(np.uint8).reshape(-1)
+    target, units = Shared(columns, 9), SimpleNamespace(memory=np.zeros(4 * columns, np.uint8))
+    target.type.shape = (columns // 8, 9, 8, 64)
+    registers.load_queries(GLOBAL, 5, lines, target, units, bit_chunks, None)
+    stored = target.read().view(np.float16).astype(np.float64).reshape(columns, 9, 64)
+    stored[:, :bit_chunks] /= 256
+    unit = units.memory.view(np.float32).astype(np.float64)
+    order = np.argsort(registers.COLUMN_ORDER)
+    got = (stored[:, :, order].reshape(columns, 576) * unit[:, None])[:lines]
+    want = q[5 : 5 + lines].astype(np.float64)
+    assert (np.abs(got - want) <= 2.0**-30 * np.abs(want).max(axis=1, keepdims=True)).all()
+    assert not stored[lines:].any()
+    assert np.abs(stored[:lines]).max(axis=(1, 2)).min() >= 2**6
+    assert np.isfinite(stored).all()
+    assert all(free for _, free in warpgroup)
+
+
+int32 = partial(shape, dtype="int32")
+OPTIONS = {"kv_dtype": jnp.float8_e4m3fn, "row_width": 640, "v_width": 512, "sm_scale": 0.1}
+
+
+def source(delivery, rows, page_size):
+    bounds = int32((rows,)), int32((rows,))
+    if delivery == "table":
+        return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
+    ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
+    return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
+
+
+def compiled(
+    rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=1000, logit_cap=None, v_width=512
+):
+    options = {**OPTIONS, "row_width": v_width + 128, "v_width": v_width, "logit_cap": logit_cap}
+    attention = lambda q, pool, source, offset, q_start: mla_decode(
+        q, pool, source, offset, q_start=q_start, implementation="mosaic", **options
+    )
+    return compile_for(
+        attention,
+        shape((rows, s_q, heads, v_width + 64), "bfloat16"),
+        shape((pool_blocks * page_size * (v_width + 128),), "uint8"),
+        source(delivery, rows, page_size),
+        int32(()),
+        int32((rows,)) if s_q > 1 else None,
+    )
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize(
+    "rows, heads, options",
+    [
+        (300, 16, {}),
+        (5, 9, {"delivery": "virtual", "page_size": 8}),
+        (4, 128, {"s_q": 8, "page_size": 128, "logit_cap": 30.0}),
+        (40, 32, {"v_width": 256}),
+    ],
+    ids=["table", "virtual ids, pages of 8", "draft of 8, 16 query tiles", "half as wide"],
+)
+def test_fits_the_gpu(rows, heads, options):
+    """Shared memory in budget; two kernels, and no temporaries but the parts of cut rows: no row in another dtype."""
+    program = compiled(rows, heads, **options)
+    queries = options.get("s_q", 1) * heads
+    columns = 16 if queries <= 16 else 32 if queries <= 32 else 64
+    groups = 132 // -(-queries // columns)
+    parts = 2 * groups * queries * 4 * (options.get("v_width", 512) + 1)
+    assert program.temp_bytes <= parts + 16 * (rows + groups) + 4096
+    assert [thunk.kind for thunk in program.launches] == ["kCustomCall"] * 2
+
+
+@pytest.mark.deviceless
+@requires_plugin
+def test_copies_no_pool():
+    temps = [compiled(4, 16, pool_blocks=blocks).temp_bytes for blocks in (50_000, 1_400_000)]  # 2 and 57 GB
+    assert temps[0] == temps[1]
+
+
+GOOD = dict(
+    q=shape((2, 1, 16, 576), "bfloat16"),
+    buffer=shape((64 * 640,), "uint8"),
+    source=source("table", 2, 64),
+    block_offset=0,
+)
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
+        (
+            {"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)},
+            "no token stream",
+        ),
+        ({"q": shape((2, 1, 16, 576), "float32")}, "q must be bfloat16 and KV float8_e4m3fn, got float32"),
+        ({"kv_dtype": jnp.bfloat16}, "got bfloat16 and bfloat16"),
+        ({"row_width": 592}, "row_width v_width \\+ 128, got 576, 592 and v_width 512"),
+        (
+            {"q": shape((2, 1, 16, 192), "bfloat16"), "row_width": 256, "v_width": 128},
+            "v_width must be 256 or 512",
+        ),
+        ({"q": shape((2, 9, 16, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
+        ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
+        ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
+    ],
+)
+def test_declines_with_the_reason(changes, reason):
+    with pytest.raises(NotImplementedError, match=reason):
+        mla_decode_mosaic_fp8(**{**GOOD, **OPTIONS, **changes})
+
+
+@pytest.mark.parametrize("field, value", [("blocks", 0), ("max_tiles", 1)])
+def test_config_is_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
+        TuningConfig(**{field: value})
