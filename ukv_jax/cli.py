@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ukv_jax.layout import PoolLayout, Spec
 
 CACHE_VARIABLE = "UKV_JAX_COMPILE_CACHE"
+KV_DTYPES = {"auto": None, "fp8": "float8_e4m3fn"}
 UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -155,7 +156,7 @@ def generate(args: argparse.Namespace) -> int:
     # What can be refused is refused before the weights are read.
     config, tokenizer = load_config(args.model), load_tokenizer(args.model)
     dtype = args.dtype or config.dtype
-    model = Model({}, config, tokenizer, dtype)
+    model = Model({}, config, tokenizer, dtype, kv_dtype=KV_DTYPES[args.kv_dtype])
     ids = [model.encode(p) if isinstance(p, str) else p for p in prompts]
     if args.bos:
         if config.bos_token_id is None:
@@ -165,7 +166,13 @@ def generate(args: argparse.Namespace) -> int:
     rows = min(len(ids), 64) if args.max_requests is None else args.max_requests
     longest = max(tokens) if args.context is None else args.context
     layout = _layout(
-        cache_specs(config, dtype), args.pool, args.pool_bytes, tokens, args.page_size, rows, longest
+        cache_specs(config, dtype, KV_DTYPES[args.kv_dtype]),
+        args.pool,
+        args.pool_bytes,
+        tokens,
+        args.page_size,
+        rows,
+        longest,
     )
     model = replace(model, params=Model.load(args.model, dtype=args.dtype).params)
 
@@ -223,7 +230,7 @@ def compare(args: argparse.Namespace) -> int:
     text = Model({}, config, tokenizer, dtype).encode(_read(args.text))
     rows = max(1, min(args.requests, -(-len(text) // args.context)))
     width = min(args.context, max(len(text), 2))
-    specs = cache_specs(config, dtype)
+    specs = cache_specs(config, dtype, KV_DTYPES[args.kv_dtype])
     layouts = [
         _layout(specs, kind, None, [width] * rows, args.page_size, rows, width)
         for kind in ("unified", "static")
@@ -293,6 +300,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         sub.add_argument(
             "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
+        )
+        sub.add_argument(
+            "--kv-dtype",
+            choices=tuple(KV_DTYPES),
+            default="auto",
+            help="of cached KV rows: auto is the model's, fp8 is e4m3 with scales",
         )
         sub.add_argument(
             "--delivery",

@@ -26,19 +26,21 @@ MIXERS: dict[str, Mixer] = {
 }
 
 
-def cache_spec(config: ModelConfig, dtype: str | None = None) -> CacheSpec:
-    """Memory that one request needs. `dtype` is the dtype the model computes in (default: the checkpoint's).
+def cache_spec(config: ModelConfig, dtype: str | None = None, kv_dtype: str | None = None) -> CacheSpec:
+    """Memory that one request needs. `dtype` is the dtype the model computes in (default: the checkpoint's), `kv_dtype`
+    that of cached KV rows (default: `dtype`).
 
     State parts reach the model as [rows, blocks_per_layer, *block_shape].
     """
     dtype = dtype or config.dtype
+    kv_dtype = kv_dtype or dtype
     latent = None
     if "mla" in config.mixers:
         assert config.mla is not None
         layers = config.mixers.count("mla")
-        latent = LatentKV(layers, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, dtype)
+        latent = LatentKV(layers, config.mla.kv_lora_rank, config.mla.qk_rope_head_dim, kv_dtype)
     kv = tuple(
-        HeadKV(config.cache_layers(kind), c.num_kv_heads, c.head_dim, dtype, c.v_head_dim, c.window, name)
+        HeadKV(config.cache_layers(kind), c.num_kv_heads, c.head_dim, kv_dtype, c.v_head_dim, c.window, name)
         for kind, name, c in (
             ("gqa", "full", config.gqa),
             ("mamba2_gqa", "full", config.gqa),
