@@ -33,15 +33,22 @@ def band(state, name):
     return int(p.low), int(p.high)
 
 
-def test_complete_compaction_of_a_pool_that_grows_up():
+@pytest.mark.parametrize(
+    "name, before, after, new_band",
+    [
+        ("swa", [4, 6, 7], {1: 3, 2: 4, 3: 2, 4: 5}, (2, 6)),  # grows up: page 8 goes to 4
+        ("full", [6, 7, 9], {1: 10, 2: 9, 3: 8, 4: 11}, (8, 12)),  # grows down: page 5 goes to 9
+    ],
+)
+def test_complete_compaction(name, before, after, new_band):
     contents = Contents(PAIR)
     state = contents.follow(pair_state())
-    assert holes(state, "swa") == [4, 6, 7]
-    state, moved = compaction.compact(state, "swa", complete=True)
+    assert holes(state, name) == before
+    state, moved = compaction.compact(state, name, complete=True)
     assert int(moved) == 1
-    assert placed(state, "swa") == {1: 3, 2: 4, 3: 2, 4: 5}  # page 8 went to 4
-    assert band(state, "swa") == (2, 6)
-    assert holes(state, "swa") == []
+    assert placed(state, name) == after
+    assert band(state, name) == new_band
+    assert holes(state, name) == []
     verify.check(state)
     contents.check(state)
 
@@ -57,19 +64,6 @@ def test_bounded_compaction_leaves_the_frontier_to_the_next_pass():
     assert int(moved) == 0
     assert band(state, "swa") == (2, 6)
     assert holes(state, "swa") == []
-    verify.check(state)
-    contents.check(state)
-
-
-def test_compaction_of_a_pool_that_grows_down():
-    contents = Contents(PAIR)
-    state = contents.follow(pair_state())
-    assert holes(state, "full") == [6, 7, 9]
-    state, moved = compaction.compact(state, "full", complete=True)
-    assert int(moved) == 1
-    assert placed(state, "full") == {1: 10, 2: 9, 3: 8, 4: 11}  # page 5 went to 9
-    assert band(state, "full") == (8, 12)
-    assert holes(state, "full") == []
     verify.check(state)
     contents.check(state)
 
