@@ -40,22 +40,24 @@ def delta_step(
     buffer: UInt8[Array, " total_bytes"],
     slots: Int32[Array, " rows"],
     blocks: StateBlocks,
-    q: Float32[Array, "rows key_heads k"],
-    k: Float32[Array, "rows key_heads k"],
-    v: Float32[Array, "rows heads v"],
+    qkv: Float[Array, "rows channels"],
     g: Float32[Array, "rows heads #k"],
     beta: Float32[Array, "rows heads"],
     *,
+    piece: tuple[int, int],
     implementation: str | None = None,
 ) -> tuple[UInt8[Array, " total_bytes"], Float32[Array, "rows heads v"]]:
     """The gated delta rule (KDA, GDN) for one token of every row; the state of a row is read once and written once.
 
-    A piece is a head's [k, v] matrix. The arithmetic is `formulas.delta_rule`'s, in float32: g is the log of the decay, one
-    for each key channel or one a head; each key head serves heads / key_heads consecutive heads.
+    The arithmetic is `formulas.delta_rule`'s, in float32.
 
     Args:
       buffer: the whole byte pool, updated in place where it is donated. 100 GB and more.
       slots: physical slot of each row. A dead row changes nothing and its out is zeros.
+      qkv: q and k of key_heads heads of k, then v of `heads` heads of v, side by side, float32 or bfloat16: what the
+        convolution gives. q and k are made unit vectors here. Each key head serves heads / key_heads consecutive heads.
+      g: log of the decay, one for each key channel or one a head.
+      piece: (k, v), the shape of a head's state.
       implementation: "mosaic" (Hopper), "xla", or None for the best that can serve on the device at hand.
 
     Returns:
@@ -66,26 +68,23 @@ def delta_step(
       NotImplementedError: the named implementation cannot serve these sizes; the text says why.
     """
     name = "delta_step"
-    rows, heads, width = _shape(name, "v", v, 3)
-    _, key_heads, depth = _shape(name, "q", q, 3)
-    if key_heads < 1 or heads % key_heads:
-        raise ValueError(f"{name}: {key_heads} key heads do not divide {heads} heads")
+    depth, width = piece
+    rows, heads = _shape(name, "beta", beta, 2)
     channels = g.shape[-1] if g.ndim else 0
     if channels not in (1, depth):
         raise ValueError(f"{name}: g has {channels} channels, need 1 or {depth}")
-    _check(
-        name,
-        float32=dict(
-            q=(q, (rows, key_heads, depth)),
-            k=(k, (rows, key_heads, depth)),
-            v=(v, (rows, heads, width)),
-            g=(g, (rows, heads, channels)),
-            beta=(beta, (rows, heads)),
-        ),
-    )
-    _check_pool(name, buffer, slots, blocks, rows, (depth, width))
+    _check(name, float32=dict(g=(g, (rows, heads, channels)), beta=(beta, (rows, heads))))
+    key_channels = _shape(name, "qkv", qkv, 2)[1] - heads * width
+    key_heads = key_channels // (2 * depth)
+    if qkv.shape[0] != rows or key_heads < 1 or key_channels != 2 * key_heads * depth or heads % key_heads:
+        raise ValueError(
+            f"{name}: qkv has shape {list(qkv.shape)}, need [{rows}, {heads * width} + {2 * depth} * key heads] with "
+            f"key heads that divide {heads} heads"
+        )
+    _check_float(name, "qkv", qkv)
+    _check_pool(name, buffer, slots, blocks, rows, piece)
     run = implementations.run(name, DELTA, implementation)
-    return run(buffer, slots, blocks, q, k, v, g, beta)  # type: ignore[no-any-return]
+    return run(buffer, slots, blocks, qkv, g, beta, piece=piece)  # type: ignore[no-any-return]
 
 
 def ssm_step(
@@ -149,6 +148,7 @@ def conv_step(
         raise ValueError(f"{name}: weight has shape {list(weight.shape)}, need [{channels}, at least 2 taps]")
     if bias is not None and bias.shape != (channels,):
         raise ValueError(f"{name}: bias has shape {list(bias.shape)}, need [{channels}]")
+    _check_float(name, "x", x)
     if x.dtype != np.dtype(blocks.dtype):
         raise ValueError(f"{name}: x is {x.dtype}, its last values are stored as {np.dtype(blocks.dtype)}")
     _check_pool(name, buffer, slots, blocks, rows, (channels,))
@@ -166,6 +166,11 @@ def _check(operation: str, float32: dict[str, tuple[Array, tuple[int, ...]]]) ->
     for name, (x, shape) in float32.items():
         if x.dtype != jnp.float32 or x.shape != shape:
             raise ValueError(f"{operation}: {name} is {x.dtype}{list(x.shape)}, need float32{list(shape)}")
+
+
+def _check_float(operation: str, name: str, x: Array) -> None:
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        raise ValueError(f"{operation}: {name} is {x.dtype}, need float32 or bfloat16")
 
 
 def _check_pool(

@@ -5,16 +5,32 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
+UNIT_EPS = 1e-6  # under the root of a vector's length
+
 
 def einsum(spec: str, *operands: Array) -> Array:
     """The state lives for the whole request: no TF32 where it is read or updated."""
     return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
 
 
+def split_qkv(
+    qkv: Float[Array, "*batch channels"], heads: int, piece: tuple[int, int]
+) -> tuple[
+    Float32[Array, "*batch key_heads k"],
+    Float32[Array, "*batch key_heads k"],
+    Float32[Array, "*batch heads v"],
+]:
+    """q, k and v, which lie side by side in the last axis. q and k become unit vectors, q then divided by sqrt(k)."""
+    depth, width = piece
+    keys = (qkv.shape[-1] - heads * width) // 2
+    q, k, v = jnp.split(qkv.astype(jnp.float32), (keys, 2 * keys), axis=-1)
+    q, k = (x.reshape(*x.shape[:-1], -1, depth) for x in (q, k))
+    q, k = (x * lax.rsqrt((x * x).sum(-1, keepdims=True) + UNIT_EPS) for x in (q, k))
+    return q * depth**-0.5, k, v.reshape(*v.shape[:-1], heads, width)
+
+
 def delta_rule(
-    q: Float[Array, "rows key_heads k"],
-    k: Float[Array, "rows key_heads k"],
-    v: Float[Array, "rows heads v"],
+    qkv: Float[Array, "rows channels"],
     g: Float[Array, "rows heads #k"],
     beta: Float[Array, "rows heads"],
     state: Float[Array, "rows heads k v"],
@@ -23,8 +39,11 @@ def delta_rule(
 
         S_t = (I - beta k k^T) diag(exp(g)) S_{t-1} + beta k v^T        out = S_t^T q
 
-    g is the log of the decay (<= 0). Each key head serves heads / key_heads consecutive heads.
+    with q, k and v as `split_qkv` gives them. g is the log of the decay (<= 0). Each key head serves heads / key_heads
+    consecutive heads.
     """
+    heads, depth, width = state.shape[1:]
+    q, k, v = split_qkv(qkv, heads, (depth, width))
     group = v.shape[1] // q.shape[1]
     if group > 1:
         q, k = (jnp.repeat(part, group, axis=1) for part in (q, k))

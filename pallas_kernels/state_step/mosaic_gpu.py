@@ -1,11 +1,9 @@
 """State steps in Pallas Mosaic GPU: one launch each, in place.
 
 A block of 128 threads takes a tile of one piece of one row's state into registers with loads of 16 bytes, changes it, reads
-it out and stores it where it came from. Two or more blocks an SM keep over 100 KB in flight there, which is what a card
-of 4.8 TB/s asks for; nothing is staged in shared memory, and nothing but the small inputs is read twice.
-
-Sums over the axis that a token is read out along stay within a warp: the layouts give each warp whole columns (delta rule)
-or whole rows (Mamba-2) of a tile.
+it out and stores it where it came from. Tiles of 16 or 32 KB let several blocks share an SM, which keeps enough bytes in
+flight; nothing of the state is staged in shared memory, and nothing but the small inputs is read twice. What was tried and
+measured: docs/state_step.md.
 """
 
 import math
@@ -21,85 +19,94 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gmem
 from pallas_kernels.state_step.api import StateBlocks
+from pallas_kernels.state_step.formulas import UNIT_EPS
 
 ACCESS_BYTES = 16  # of the widest load or store of a thread
-TILE_ELEMENTS = 128  # float32 values of a tile in a thread's registers, at most
-LANES_ALONG_ROW = 8  # of a warp, in tiles that are read out along rows
+MAX_TILE = 128 * gmem.WARPGROUP  # elements of a tile: float32 values in as many registers of each thread
+GOOD_TILE = 64 * gmem.WARPGROUP
+SUM_VECTOR = 4  # elements a lane at most in tiles that warps add up: more is not implemented in Mosaic GPU
 
 
-def column_layout(columns: int, vector: int) -> plgpu.Layout:
-    """Of a tile [n, columns]: a warp has a quarter of the columns and all rows, a lane `vector` columns of every
-    (128 * vector / columns)th row."""
-    rows = gmem.WARPGROUP * vector // columns
-    tiling = plgpu.Tiling(((rows, columns), (columns // 4,), (vector,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-4, -2), vector_dim=-1)
-
-
-def row_layout(vector: int) -> plgpu.Layout:
-    """Of a tile [16 n, 8 * vector * m]: a warp has 4 of 16 rows and all columns, a lane `vector` of 8 * vector columns."""
-    columns = LANES_ALONG_ROW * vector
-    tiling = plgpu.Tiling(((16, columns), (4, columns), (vector,)))
+def tile_layout(lanes: int, vector: int) -> plgpu.Layout:
+    """Of a tile whose rows are read by `lanes` lanes of a warp, `vector` elements each; the warps split the rows."""
+    columns, rows = lanes * vector, 32 // lanes
+    tiling = plgpu.Tiling(((4 * rows, columns), (rows, columns), (vector,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
 
 
-def tile_columns(depth: int, width: int, vector: int) -> int:
-    """Columns of a delta rule tile [depth, columns]: as many as registers hold, so that a state's rows are read whole."""
-    for columns in (128, 64, 32):
-        rows = gmem.WARPGROUP * vector // columns
-        if width % columns == 0 and depth % rows == 0 and depth * columns <= gmem.WARPGROUP * TILE_ELEMENTS:
-            return columns
+def vector_layout(length: int) -> plgpu.Layout:
+    """Of a vector that every warp holds whole, so that its sum needs no other warp."""
+    vector = math.gcd(length // 32, 4)
+    tiling = plgpu.Tiling(((32 * vector,), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
+
+
+def delta_lanes(depth: int, width: int) -> int:
+    """Lanes along a row of a delta rule tile [depth, lanes * SUM_VECTOR]: as many as leave registers to spare."""
+    for lanes, most in ((16, GOOD_TILE), (8, MAX_TILE)):
+        columns = lanes * SUM_VECTOR
+        if width % columns == 0 and depth % 32 == 0 and depth * columns <= most:
+            return lanes
     raise NotImplementedError(f"the mosaic form has no tile for state matrices of {depth} x {width}")
 
 
-def tile_rows(head_dim: int, width: int, vector: int) -> int:
-    """Rows of a Mamba-2 tile [rows, width]."""
-    if width % (LANES_ALONG_ROW * vector) == 0:
-        for rows in (128, 64, 32, 16):
-            if head_dim % rows == 0 and rows * width <= gmem.WARPGROUP * TILE_ELEMENTS:
-                return rows
-    raise NotImplementedError(f"the mosaic form has no tile for state matrices of {head_dim} x {width}")
+def ssm_rows(head_dim: int, width: int, vector: int) -> int:
+    """Rows of a Mamba-2 tile [rows, width], which 8 lanes read along."""
+    rows = 16
+    if head_dim % rows or width % (8 * vector) or rows * width > MAX_TILE:
+        raise NotImplementedError(f"the mosaic form has no tile for state matrices of {head_dim} x {width}")
+    return rows
 
 
 def delta_step(
     buffer: jax.Array,
     slots: jax.Array,
     blocks: StateBlocks,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     g: jax.Array,
     beta: jax.Array,
+    *,
+    piece: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    (rows, key_heads, depth), (_, heads, width) = q.shape, v.shape
+    """With D the decayed state, out = D^T q + (k . q) delta: both sums over D come from one pass, before it is changed."""
+    (rows, heads), (depth, width) = beta.shape, piece
+    key_heads = (qkv.shape[1] - heads * width) // (2 * depth)
     by_channel = g.shape[-1] > 1
-    vector = ACCESS_BYTES // np.dtype(blocks.dtype).itemsize
-    columns = tile_columns(depth, width, vector)
-    layout = column_layout(columns, vector)
+    lanes = delta_lanes(depth, width)
+    columns = lanes * SUM_VECTOR
+    layout, whole = tile_layout(lanes, SUM_VECTOR), vector_layout(depth)
     along_rows, along_columns = layout.reduce(1), layout.reduce(0)
 
     def delta_step(refs: dict[str, Any]) -> None:
-        row, head = lax.axis_index("row"), lax.axis_index("head")
+        row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part") * columns
+        slot, out = refs["slots"][row], refs["out"].at[row, head, pl.ds(part, columns)]
         key_head = lax.div(head, heads // key_heads)
-        part = pl.ds(lax.axis_index("part") * columns, columns)
-        slot, out = refs["slots"][row], refs["out"].at[row, head, part]
+        q_ref = refs["qkv"].at[row, pl.ds(key_head * depth, depth)]
+        k_ref = refs["qkv"].at[row, pl.ds((key_heads + key_head) * depth, depth)]
+        v_ref = refs["qkv"].at[row, pl.ds(2 * key_heads * depth + head * width + part, columns)]
 
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return plgpu.layout_cast(lax.broadcast_in_dim(x, (depth, columns), (axis,)), layout)
 
         @pl.when(slot > 0)
         def live() -> None:
-            stored = refs["pool"].at[_block(refs, blocks, slot, head), :, part]
-            state = _load(stored, layout).astype(jnp.float32)
+            stored = refs["pool"].at[_block(refs, blocks, slot, head), :, pl.ds(part, columns)]
+            state = _load(stored, layout)
+            q, k = _load(q_ref, whole), _load(k_ref, whole)
+            q_length, k_length = (lax.rsqrt(jnp.sum(x * x, axis=0) + UNIT_EPS) for x in (q, k))
+            q_length = q_length * depth**-0.5
+            kq = jnp.sum(k * q, axis=0) * (k_length * q_length)
+            key, query = (spread(_load(ref, along_rows), 0) for ref in (k_ref, q_ref))
             if by_channel:
                 state = state * spread(jnp.exp(_load(refs["g"].at[row, head], along_rows)), 0)
             else:
                 state = state * jnp.exp(refs["g"][row, head, 0])
-            key = spread(_load(refs["k"].at[row, key_head], along_rows), 0)
-            delta = _load(refs["v"].at[row, head, part], along_columns) - jnp.sum(state * key, axis=0)
-            state = state + key * spread(delta * refs["beta"][row, head], 1)
+            recalled = jnp.sum(state * key, axis=0) * k_length
+            read = jnp.sum(state * query, axis=0) * q_length
+            delta = (_load(v_ref, along_columns) - recalled) * refs["beta"][row, head]
+            state = state + key * spread(delta * k_length, 1)
             stored[...] = state.astype(stored.dtype)
-            query = spread(_load(refs["q"].at[row, key_head], along_rows), 0)
-            out[...] = jnp.sum(state * query, axis=0)
+            out[...] = read + delta * kq
 
         pl.when(slot <= 0)(lambda: _store_zeros(out, along_columns))
 
@@ -108,9 +115,9 @@ def delta_step(
         buffer,
         slots,
         blocks,
-        piece=(depth, width),
-        inputs=dict(q=q, k=k, v=v, g=g, beta=beta),
-        out=jax.ShapeDtypeStruct(v.shape, jnp.float32),
+        piece=piece,
+        inputs=dict(qkv=qkv, g=g, beta=beta),
+        out=jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
         grid=dict(row=rows, head=heads, part=width // columns),
     )
 
@@ -127,8 +134,8 @@ def ssm_step(
 ) -> tuple[jax.Array, jax.Array]:
     (rows, heads, head_dim), (_, groups, width) = x.shape, b.shape
     vector = ACCESS_BYTES // np.dtype(blocks.dtype).itemsize
-    tile = tile_rows(head_dim, width, vector)
-    layout = row_layout(vector)
+    tile = ssm_rows(head_dim, width, vector)
+    layout = tile_layout(8, vector)
     along_rows, along_columns = layout.reduce(1), layout.reduce(0)
 
     def ssm_step(refs: dict[str, Any]) -> None:
@@ -143,7 +150,7 @@ def ssm_step(
         @pl.when(slot > 0)
         def live() -> None:
             stored = refs["pool"].at[_block(refs, blocks, slot, head), part, :]
-            state = _load(stored, layout).astype(jnp.float32)
+            state = _load(stored, layout)
             dt = refs["dt"][row, head]
             x = _load(refs["x"].at[row, head, part], along_rows) * dt
             b = _load(refs["b"].at[row, group], along_columns)
@@ -193,12 +200,11 @@ def conv_step(
             stored = [refs["pool"].at[_block(refs, blocks, slot, j), part] for j in range(kernel - 1)]
             window = [_load(ref, layout) for ref in [*stored, refs["x"].at[row, part]]]
             for ref, value in zip(stored, window[1:]):
-                ref[...] = value
-            window = [value.astype(jnp.float32) for value in window]
-            taps = [_load(refs["taps"].at[i, part], layout).astype(jnp.float32) for i in range(kernel)]
+                ref[...] = value.astype(ref.dtype)
+            taps = [_load(refs["taps"].at[i, part], layout) for i in range(kernel)]
             y = _sum([value * tap for value, tap in zip(window, taps)])
             if bias is not None:
-                y = y + _load(refs["bias"].at[part], layout).astype(jnp.float32)
+                y = y + _load(refs["bias"].at[part], layout)
             y = window[-1] + y if residual else y / (1 + jnp.exp(-y))
             out[...] = y.astype(x.dtype)
 
@@ -246,8 +252,8 @@ def _block(refs: dict[str, Any], blocks: StateBlocks, slot: jax.Array, piece: ja
 
 
 def _load(ref: Any, layout: plgpu.Layout) -> jax.Array:
-    # From global memory no load is "optimized" in Mosaic's sense, which is about shared-memory banks.
-    return plgpu.load(ref, layout=layout, optimized=False)
+    """In float32. From global memory no load is "optimized" in Mosaic's sense, which is about shared-memory banks."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def _store_zeros(ref: Any, layout: plgpu.Layout) -> None:

@@ -17,15 +17,14 @@ def delta_step(
     buffer: jax.Array,
     slots: jax.Array,
     blocks: StateBlocks,
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    qkv: jax.Array,
     g: jax.Array,
     beta: jax.Array,
+    *,
+    piece: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    piece = (q.shape[-1], v.shape[-1])
     return _step(
-        buffer, slots, blocks, v.shape[1], piece, lambda state: formulas.delta_rule(q, k, v, g, beta, state)
+        buffer, slots, blocks, g.shape[1], piece, lambda state: formulas.delta_rule(qkv, g, beta, state)
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.state_step import StateBlocks, conv_step, delta_step, ssm_step
-from pallas_kernels.state_step.mosaic_gpu import tile_columns, tile_rows
+from pallas_kernels.state_step.mosaic_gpu import SUM_VECTOR, delta_lanes, ssm_rows
 from tests.deviceless import CAPTURE_LOOPS, compile_for, requires_plugin, shape
 
 # Plain XLA, the Mosaic kernels in Pallas' interpreter, and on a GPU the kernels themselves.
@@ -35,10 +35,9 @@ class Case:
 
 
 def _delta(key_heads, heads, depth, width, channels, **more):
-    key, head = (ROWS, key_heads, depth), (ROWS, heads)
-    return Case(
-        delta_step, heads, (depth, width), (key, key, (*head, width), (*head, channels), head), **more
-    )
+    inputs = (ROWS, 2 * key_heads * depth + heads * width), (ROWS, heads, channels), (ROWS, heads)
+    options = (("piece", (depth, width)),)
+    return Case(delta_step, heads, (depth, width), inputs, options=options, **more)
 
 
 def _ssm(heads, head_dim, groups, width, **more):
@@ -52,11 +51,11 @@ def _conv(channels, kernel, bias=False, residual=False, dtype="float32"):
 
 
 CASES = {
-    "kda": _delta(3, 3, 32, 64, 32),
-    "kda in two parts": _delta(2, 2, 16, 256, 16),
+    "kda": _delta(3, 3, 32, 32, 32),
+    "kda in two parts": _delta(2, 2, 32, 64, 32, x="bfloat16"),
     "kda bfloat16": _delta(2, 2, 32, 64, 32, state="bfloat16"),
     "gdn": _delta(2, 4, 32, 32, 1),
-    "gdn, wide keys": _delta(1, 2, 256, 96, 1),
+    "gdn, wide keys": _delta(1, 2, 256, 96, 1, x="bfloat16"),
     "mamba2": _ssm(4, 32, 2, 64),
     "mamba2 in two parts": _ssm(2, 64, 1, 256),
     "mamba2 bfloat16": _ssm(2, 16, 2, 128, state="bfloat16"),
@@ -66,9 +65,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def case(request):
-    return request.param
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 def run(implementation, case, buffer, slots, blocks, *inputs):
@@ -87,18 +84,28 @@ def random_inputs(case, rng):
     """As the operations get them: decays below 1, steps between 0 and 1."""
     values = [rng.normal(size=s) / math.sqrt(s[-1] if len(s) > 2 else 1) for s in case.inputs]
     if case.function is delta_step:
-        values[3], values[4] = -np.abs(values[3]), 1 / (1 + np.exp(-values[4]))
+        values[1], values[2] = -np.abs(values[1]), 1 / (1 + np.exp(-values[2]))
     if case.function is ssm_step:
         values[1], values[2] = np.abs(values[1]), -np.abs(values[2])
-    return [jnp.asarray(x, case.x if case.function is conv_step else jnp.float32) for x in values]
+    return [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes(case))]
+
+
+def dtypes(case):
+    """Of the inputs: the first comes as the model computes, those of a convolution all do."""
+    rest = case.x if case.function is conv_step else "float32"
+    return [case.x, *[rest] * (len(case.inputs) - 1)]
 
 
 def exact(case, inputs, state):
     """(out, state) in float64."""
     inputs = [np.asarray(x, np.float64) for x in inputs]
     if case.function is delta_step:
-        q, k, v, g, beta = inputs
-        q, k = (np.repeat(x, v.shape[1] // x.shape[1], 1) for x in (q, k))
+        qkv, g, beta = inputs
+        (depth, width), heads = case.piece, beta.shape[1]
+        v = qkv[:, -heads * width :].reshape(ROWS, heads, width)
+        q, k = qkv[:, : -heads * width].reshape(ROWS, 2, -1, depth).swapaxes(0, 1)
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (np.repeat(x, heads // x.shape[1], 1) for x in (q / np.sqrt(depth), k))
         state = state * np.exp(g)[..., None]
         delta = (v - np.einsum("rhkv,rhk->rhv", state, k)) * beta[..., None]
         state = state + np.einsum("rhk,rhv->rhkv", k, delta)
@@ -148,18 +155,23 @@ class Pool:
 
 @every_implementation
 class TestStep:
-    # A unified pool's slots are contiguous; in a static one the pieces of a slot lie num_pages blocks apart.
-    @pytest.mark.parametrize("piece_stride", [1, 11])
-    def test_equals_the_formula_and_touches_nothing_else(self, implementation, case, piece_stride):
+    @every_case
+    def test_equals_the_formula_and_touches_nothing_else(self, implementation, case):
         rng = np.random.default_rng(len(case.piece))
-        pool, inputs = Pool(case, rng, piece_stride=piece_stride), random_inputs(case, rng)
+        # A unified pool's slots are contiguous; in a static one the pieces of a slot lie num_pages blocks apart.
+        pool = Pool(case, rng, piece_stride=1 if case.pieces % 2 else 11)
+        inputs = random_inputs(case, rng)
+        live = np.array(SLOTS) > 0
+        inputs = [
+            jnp.where(live.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan) if x.shape[0] == ROWS else x
+            for x in inputs
+        ]  # what dead rows bring does not matter
         buffer, out = run(
             implementation, case, pool.buffer, jnp.asarray(SLOTS, jnp.int32), pool.blocks, *inputs
         )
         expected, state = exact(case, inputs, pool.state())
-        live = np.array(SLOTS) > 0
-        narrow = jnp.bfloat16 in (np.dtype(case.state), np.dtype(case.x))
-        assert error(out[live], expected[live]) < (5e-3 if np.dtype(case.x) == jnp.bfloat16 else 1e-6)
+        narrow = np.dtype(case.state) == jnp.bfloat16
+        assert error(out[live], expected[live]) < (5e-3 if out.dtype == jnp.bfloat16 else 1e-6)
         assert not np.any(np.asarray(out)[~live])
         after, touched = pool.after(buffer), np.zeros(len(pool.values), bool)
         for row, slot in enumerate(SLOTS):
@@ -170,8 +182,9 @@ class TestStep:
             after[~touched].view(np.uint8), pool.values[~touched].view(np.uint8), err_msg="other slots"
         )
 
-    def test_no_row_is_live(self, implementation, case):
-        rng = np.random.default_rng(1)
+    @pytest.mark.parametrize("name", ["kda", "mamba2", "convolution"])
+    def test_no_row_is_live(self, implementation, name):
+        case, rng = CASES[name], np.random.default_rng(1)
         pool, inputs = Pool(case, rng), random_inputs(case, rng)
         buffer, out = run(
             implementation, case, pool.buffer, jnp.full(ROWS, -1, jnp.int32), pool.blocks, *inputs
@@ -179,29 +192,14 @@ class TestStep:
         np.testing.assert_array_equal(buffer, pool.buffer)
         assert not np.any(np.asarray(out))
 
-    def test_inputs_of_dead_rows_do_not_matter(self, implementation, case):
-        rng = np.random.default_rng(2)
-        pool, inputs = Pool(case, rng), random_inputs(case, rng)
-        dead = np.array(SLOTS) <= 0
-        spoiled = [
-            jnp.where(dead.reshape(-1, *(1,) * (x.ndim - 1)), jnp.nan, x) if x.shape[0] == ROWS else x
-            for x in inputs
-        ]
-        slots = jnp.asarray(SLOTS, jnp.int32)
-        for clean, dirty in zip(
-            run(implementation, case, pool.buffer, slots, pool.blocks, *inputs),
-            run(implementation, case, pool.buffer, slots, pool.blocks, *spoiled),
-        ):
-            np.testing.assert_array_equal(clean, dirty)
-
 
 def test_tiles_fit_registers_and_divide_the_state():
-    for depth, width, vector in ((128, 128, 4), (128, 128, 8), (256, 256, 4), (64, 96, 4), (256, 512, 8)):
-        columns = tile_columns(depth, width, vector)
+    for depth, width in ((128, 128), (256, 256), (64, 96), (512, 512)):
+        columns = delta_lanes(depth, width) * SUM_VECTOR
         assert width % columns == 0
         assert depth * columns <= 128 * 128
     for head_dim, width, vector in ((64, 128, 4), (64, 256, 4), (128, 64, 8)):
-        rows = tile_rows(head_dim, width, vector)
+        rows = ssm_rows(head_dim, width, vector)
         assert head_dim % rows == 0
         assert rows * width <= 128 * 128
 
@@ -210,7 +208,7 @@ class TestBadInput:
     case = CASES["gdn"]
 
     def call(self, **changes):
-        inputs = dict(zip(["q", "k", "v", "g", "beta"], map(jnp.ones, self.case.inputs)))
+        inputs = dict(zip(["qkv", "g", "beta"], map(jnp.ones, self.case.inputs)), piece=self.case.piece)
         arguments = dict(
             buffer=jnp.zeros(40 * 4096, jnp.uint8),
             slots=jnp.zeros(ROWS, jnp.int32),
@@ -227,10 +225,14 @@ class TestBadInput:
             ),
             (dict(buffer=jnp.zeros((4, 4), jnp.uint8)), r"buffer is uint8\[4, 4\]"),
             (dict(slots=jnp.zeros(2, jnp.int32)), r"slots is int32\[2\], need int32\[5\]"),
-            (dict(beta=jnp.ones((ROWS, 3))), r"beta is float32\[5, 3\], need float32\[5, 4\]"),
-            (dict(v=jnp.ones((ROWS, 4, 32), jnp.bfloat16)), "v is bfloat16"),
+            (dict(g=jnp.ones((ROWS, 3, 1))), r"g is float32\[5, 3, 1\], need float32\[5, 4, 1\]"),
+            (dict(beta=jnp.ones((ROWS, 4), jnp.bfloat16)), "beta is bfloat16"),
             (dict(g=jnp.ones((ROWS, 4, 2))), "g has 2 channels, need 1 or 32"),
-            (dict(q=jnp.ones((ROWS, 3, 32))), "3 key heads do not divide 4 heads"),
+            (
+                dict(qkv=jnp.ones((ROWS, 320))),
+                r"qkv has shape \[5, 320\], need \[5, 128 \+ 64 \* key heads\]",
+            ),
+            (dict(qkv=jnp.ones((ROWS, 256), jnp.float16)), "qkv is float16, need float32 or bfloat16"),
             (dict(blocks=StateBlocks(0, 4, 1, "float16")), "stored as float16"),
             (dict(blocks=StateBlocks(0, 0, 1)), "slot_stride 0"),
             (dict(implementation="cuda"), "'cuda' is not one of"),
@@ -260,15 +262,15 @@ class TestBadInput:
         with pytest.raises(NotImplementedError, match="no tile for state matrices of 5 x 7"):
             delta_step(
                 jnp.zeros(1400, jnp.uint8), jnp.zeros(ROWS, jnp.int32), StateBlocks(0, 1, 1), *inputs,
-                implementation="mosaic",
+                piece=(5, 7), implementation="mosaic",
             )  # fmt: skip
 
 
 # The published models' sizes: Kimi-Linear-48B, Qwen3.5-0.8B, Falcon-H1-0.5B.
 MODELS = {
-    "kda": _delta(32, 32, 128, 128, 128),
-    "kda bfloat16": _delta(32, 32, 128, 128, 128, state="bfloat16"),
-    "gdn": _delta(16, 16, 128, 128, 1),
+    "kda": _delta(32, 32, 128, 128, 128, x="bfloat16"),
+    "kda bfloat16": _delta(32, 32, 128, 128, 128, x="bfloat16", state="bfloat16"),
+    "gdn": _delta(16, 16, 128, 128, 1, x="bfloat16"),
     "mamba2": _ssm(24, 64, 1, 128),
     "convolution": _conv(12288, 4, dtype="bfloat16"),
 }
@@ -282,8 +284,7 @@ def compiled_step(case, total, implementation, **how):
             buffer, slots, blocks, *inputs, **dict(case.options), implementation=implementation
         )
 
-    dtype = case.x if case.function is conv_step else "float32"
-    inputs = [shape(s, dtype) for s in case.inputs]
+    inputs = [shape(s, dtype) for s, dtype in zip(case.inputs, dtypes(case))]
     return compile_for(
         step, shape((total,), "uint8"), shape((ROWS,), "int32"), shape((), "int32"), *inputs, donate=0, **how
     )
@@ -322,6 +323,7 @@ class TestOnAnH200:
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="asks the CPU compiler")
+@every_case
 def test_no_copy_of_the_pool_on_a_cpu(case):
     temps = []
     for gib in (1, 2):
@@ -363,7 +365,7 @@ def test_slots_past_2_to_the_32_bytes_and_2_to_the_31_elements(case):
     buffer, out = step(buffer, jnp.asarray(slots), StateBlocks(2, stride, 1, case.state), *inputs)
     expected, new = exact(case, inputs, state.astype(np.float64))
     narrow = np.dtype(case.state) == jnp.bfloat16
-    assert error(out[live], expected[live]) < (5e-3 if np.dtype(case.x) == jnp.bfloat16 else 1e-6)
+    assert error(out[live], expected[live]) < (5e-3 if out.dtype == jnp.bfloat16 else 1e-6)
     assert error(view(buffer, index[live]), new[live]) < (5e-3 if narrow else 1e-6)
     beside = np.concatenate([index[live, 0] - 1, index[live, -1] + 1])
     assert np.isnan(np.asarray(view(buffer, beside), np.float32)).all()

@@ -99,7 +99,8 @@ class DenseCache:
         step = partial(formulas.convolution, x, weight, bias, residual=residual)
         return self._state_step(layer, part, step)
 
-    def delta_step(self, layer, part, *inputs):
+    def delta_step(self, layer, part, *inputs, piece):
+        assert self.state[part].shape[-2:] == piece
         return self._state_step(layer, part, partial(formulas.delta_rule, *inputs))
 
     def ssm_step(self, layer, part, *inputs):

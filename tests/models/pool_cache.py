@@ -62,8 +62,8 @@ class PoolCache:
         out, step = self.step.conv_step(*args, **options)
         return out, replace(self, step=step)
 
-    def delta_step(self, *args):
-        out, step = self.step.delta_step(*args)
+    def delta_step(self, *args, **options):
+        out, step = self.step.delta_step(*args, **options)
         return out, replace(self, step=step)
 
     def ssm_step(self, *args):

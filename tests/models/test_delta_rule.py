@@ -51,10 +51,12 @@ def test_chunked_equals_the_recurrence(channels, chunk):
 @decays
 def test_single_steps_equal_the_recurrence(channels):
     q, k, v, g, beta, state = inputs(channels, 1)
-    expected, final = recurrence(q, k, v, g, beta, state)
+    expected, final = recurrence(q * K**-0.5, k, v, g, beta, state)
+    # Of any length: they are made unit vectors.
+    qkv = jnp.concatenate([x.reshape(ROWS, TOKENS, -1) for x in (100 * q, 10 * k, v)], axis=-1)
     step, outs = jax.jit(formulas.delta_rule), []
     for t in range(TOKENS):
-        out, state = step(q[:, t], k[:, t], v[:, t], g[:, t], beta[:, t], state)
+        out, state = step(qkv[:, t], g[:, t], beta[:, t], state)
         outs.append(out)
     close((jnp.stack(outs, 1), state), (expected, final))
 

@@ -16,31 +16,30 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.state_step.formulas import einsum
+from pallas_kernels.state_step.formulas import einsum, split_qkv
 
 CHUNK = 64
 
 
 def gated_delta_rule(
-    q: Float[Array, "rows tokens key_heads k"],
-    k: Float[Array, "rows tokens key_heads k"],
-    v: Float[Array, "rows tokens heads v"],
+    qkv: Float[Array, "rows tokens channels"],
     g: Float[Array, "rows tokens heads #k"],
     beta: Float[Array, "rows tokens heads"],
+    piece: tuple[int, int],
     layer: int,
     cache: Any,
-) -> tuple[Float[Array, "rows tokens heads v"], Any]:
-    """Over a state that the cache keeps in part "recurrent" of `layer`; all in float32. g is the log of the decay (<= 0);
-    each key head serves heads / key_heads consecutive heads.
+) -> tuple[Float32[Array, "rows tokens heads v"], Any]:
+    """Over a state of [heads, *piece] that the cache keeps in part "recurrent" of `layer`. qkv as in
+    `pallas_kernels.state_step.delta_step`; g is the log of the decay (<= 0).
 
     One token a row is one step in place; more are read, run in chunks and written back. Padding has g = 0 and beta = 0.
     """
-    if v.shape[1] == 1:
-        q, k, v, g, beta = (part[:, 0] for part in (q, k, v, g, beta))
-        out, cache = cache.delta_step(layer, "recurrent", q, k, v, g, beta)
+    if qkv.shape[1] == 1:
+        out, cache = cache.delta_step(layer, "recurrent", qkv[:, 0], g[:, 0], beta[:, 0], piece=piece)
         return out[:, None], cache
+    q, k, v = split_qkv(qkv, beta.shape[2], piece)
     group = v.shape[2] // q.shape[2]
     if group > 1:
         q, k = (jnp.repeat(part, group, axis=2) for part in (q, k))
@@ -155,8 +154,3 @@ def chunked(
 
     state, out = lax.scan(body, state, blocks)
     return join_chunks(out, tokens), state
-
-
-def unit(x: Array, eps: float = 1e-6) -> Array:
-    """x / |x| along the last axis."""
-    return x * lax.rsqrt((x * x).sum(-1, keepdims=True) + eps)

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from ukv_jax.cache import StatePart
 from ukv_jax.models.config import GDNConfig, ModelConfig
-from ukv_jax.models.delta_rule import gated_delta_rule, unit
+from ukv_jax.models.delta_rule import gated_delta_rule
 from ukv_jax.models.layers import linear, rms_normalize
 from ukv_jax.models.short_conv import short_conv
 
@@ -42,17 +42,11 @@ def attend(
     valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
     qkv, cache = short_conv(linear(x, params["qkv_proj"]), params["conv"], layer, cache)
-    keys = config.num_k_heads * config.k_head_dim
-    q, k, v = jnp.split(qkv.astype(jnp.float32), (keys, 2 * keys), axis=-1)
-    q, k = (unit(part.reshape(rows, tokens, config.num_k_heads, config.k_head_dim)) for part in (q, k))
-    q = q * config.k_head_dim**-0.5
-    v = v.reshape(rows, tokens, config.num_v_heads, config.v_head_dim)
-
     beta, a = jnp.split(linear(x, params["ba_proj"]).astype(jnp.float32), 2, axis=-1)
     g = -jnp.exp(params["A_log"]) * jax.nn.softplus(a + params["dt_bias"])
     g = jnp.where(valid[..., None], g, 0)[..., None]
     beta = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0)
-    out, cache = gated_delta_rule(q, k, v, g, beta, layer, cache)
+    out, cache = gated_delta_rule(qkv, g, beta, (config.k_head_dim, config.v_head_dim), layer, cache)
 
     gate = linear(x, params["z_proj"]).astype(jnp.float32).reshape(out.shape)
     out = rms_normalize(out, norm_eps) * params["o_norm"].astype(jnp.float32) * jax.nn.silu(gate)

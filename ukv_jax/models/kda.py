@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from ukv_jax.cache import StatePart
 from ukv_jax.models.config import KDAConfig, ModelConfig
-from ukv_jax.models.delta_rule import gated_delta_rule, unit
+from ukv_jax.models.delta_rule import gated_delta_rule
 from ukv_jax.models.layers import linear, rms_normalize
 from ukv_jax.models.short_conv import short_conv
 
@@ -42,15 +42,12 @@ def attend(
     valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
     qkv, cache = short_conv(linear(x, params["qkv_proj"]), params["conv"], layer, cache)
-    q, k, v = (part.reshape(heads).astype(jnp.float32) for part in jnp.split(qkv, 3, axis=-1))
-    q, k = unit(q) * config.head_dim**-0.5, unit(k)
-
     f = linear(linear(x, params["f_a_proj"]), params["f_b_proj"]).astype(jnp.float32) + params["dt_bias"]
     g = -jnp.exp(params["A_log"])[:, None] * jax.nn.softplus(f).reshape(heads)
     beta = jax.nn.sigmoid(linear(x, params["b_proj"]).astype(jnp.float32))
     g = jnp.where(valid[..., None, None], g, 0)
     beta = jnp.where(valid[..., None], beta, 0)
-    out, cache = gated_delta_rule(q, k, v, g, beta, layer, cache)
+    out, cache = gated_delta_rule(qkv, g, beta, (config.head_dim, config.head_dim), layer, cache)
 
     gate = linear(linear(x, params["g_a_proj"]), params["g_b_proj"]).reshape(heads).astype(jnp.float32)
     out = rms_normalize(out, norm_eps) * params["o_norm"].astype(jnp.float32) * jax.nn.sigmoid(gate)
