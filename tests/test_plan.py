@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,16 @@ from ukv_jax.cli import main
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
 
 HUNDRED_GB = 100 * 10**9
-PUBLISHED = [KIMI_48B, V3, QWEN, FALCON_1_5B, GPT_OSS_20B, GEMMA_E2B, INKLING_SMALL]
+PUBLISHED = {
+    "Kimi-Linear-48B-A3B": KIMI_48B,
+    "Qwen3.5-0.8B": QWEN,
+    "Falcon-H1-1.5B": FALCON_1_5B,
+    "gpt-oss-20b": GPT_OSS_20B,
+    "gemma-4-E2B": GEMMA_E2B,
+    "Inkling-Small": INKLING_SMALL,
+    "DeepSeek-V3": V3,
+}
+DOCUMENT = Path(__file__).parent.parent / "docs" / "plan.md"
 HYBRID = (
     MLASpec(2, 12, 4, "bfloat16"),
     StateSpec((StatePart("conv", 2, 3, (40,), "bfloat16"), StatePart("recurrent", 2, 2, (8, 8), "float32"))),
@@ -63,14 +73,28 @@ def test_deepseek_v3_needs_no_split(tmp_path):
         assert t.static.requests in (expected // pages, expected // pages - 1)
 
 
-@pytest.mark.parametrize("config", PUBLISHED, ids=lambda c: c["model_type"])
-def test_unified_holds_what_static_holds_of_its_own_mix(tmp_path, config):
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_unified_holds_what_static_holds_of_its_own_mix(tmp_path, name):
     """Less the reserved bottom and one page of each sub-pool."""
-    p = plan.plan(write(tmp_path, config), HUNDRED_GB)
+    p = plan.plan(write(tmp_path, PUBLISHED[name]), HUNDRED_GB)
     lost = p.reserved_bytes + sum(s.page_bytes for s in p.subpools)
     full = p.subpools[-1]
     t = p.traffic["mixed"]
     assert t.unified.tokens >= t.static.tokens - lost / full.bytes_per_token
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_document_says_what_the_plan_says(tmp_path, name):
+    p = plan.plan(write(tmp_path, PUBLISHED[name]), HUNDRED_GB)
+    *_, full = p.subpools
+    held = [f"{s.bytes_per_request:,} {s.name}" for s in p.subpools[:-1]]
+    first = f"| {name} | {full.bytes_per_token:,.0f} | {', '.join(held) or '-'} |"
+    rows = []
+    for traffic, t in p.traffic.items():
+        counts = (t.unified.requests, t.static.requests, t.one_page_size.requests)
+        rows.append(f"{first} {traffic} | " + " | ".join(f"{n:,}" for n in counts) + " |")
+        first = "| | | |"
+    assert "\n".join(rows) in DOCUMENT.read_text()
 
 
 def test_gpt_oss_releases_what_lies_before_the_window(tmp_path):
