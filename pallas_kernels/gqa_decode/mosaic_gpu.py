@@ -21,6 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels.gqa_decode.mosaic_bias import add_bias
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
@@ -53,8 +54,8 @@ class TuningConfig:
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {self.blocks}")
-        if self.workers not in (None, 1, 2):
-            raise ValueError(f"workers must be None, 1 or 2, got {self.workers}")
+        if self.workers not in (None, 1, 2, 3):
+            raise ValueError(f"workers must be None or 1 to 3, got {self.workers}")
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,25 @@ class _Plan:
             return min(room // (2 * TILE * (head_dim + v_head_dim)), _MAX_STAGES)
 
         # ptxas refuses a WGMMA of more than 192 columns in a block of 512 threads.
-        fits = {1: stages(1) >= 1, 2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2}
+        fits = {
+            1: stages(1) >= 1,
+            2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2,
+            3: parts == 1 and v_head_dim <= 64 and stages(3) >= 2,
+        }
         workers = config.workers or (2 if fits[2] else 1)
         if not fits[workers]:
             raise NotImplementedError(
                 f"{workers} workers a block have no room for heads of {head_dim} and {v_head_dim}"
             )
         return _Plan(workers, parts, stages(workers))
+
+    @property
+    def registers(self) -> tuple[int, int] | None:
+        """A thread's registers in the warpgroups that load and in those that compute; None leaves them as they are."""
+        computing = self.workers * self.parts
+        if computing == 1:
+            return None
+        return 24, min(232, (512 - 24 * self.workers) // computing // 8 * 8)
 
 
 def gqa_decode_mosaic(
@@ -106,7 +119,7 @@ def gqa_decode_mosaic(
     rows, s_q, heads, head_dim = q.shape
     row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
     v_column = 0 if v_offset is not None else num_kv_heads * head_dim
-    _decline(q, source, kv_dtype, v_head_dim, sm_scale, relative_bias)
+    _decline(q, source, kv_dtype, v_head_dim, sm_scale)
     match source:
         case PageTable(table=table):
             translate, blocks_per_page, ids = False, 1, [table]
@@ -151,6 +164,11 @@ def gqa_decode_mosaic(
         )
         head_of_line = np.arange(num_kv_heads)[:, None] * sharing + line % sharing
         sink_rows = [sinks.astype(jnp.float32)[head_of_line].reshape(lanes, M)]
+    bias, extent = [], 0
+    if relative_bias is not None:
+        extent = relative_bias.shape[-1]
+        by_kv_head = relative_bias.astype(jnp.float32).reshape(rows, s_q, num_kv_heads, sharing, extent)
+        bias = [by_kv_head.swapaxes(1, 2).reshape(rows * num_kv_heads * queries, extent)]
     offsets = [jnp.asarray(k_offset, jnp.int32).reshape(1)]
     if v_offset is not None:
         offsets.append(jnp.asarray(v_offset, jnp.int32).reshape(1))
@@ -176,7 +194,7 @@ def gqa_decode_mosaic(
         remaining = iter(refs)
         take = lambda n: [next(remaining) for _ in range(n)]
         q_ref, pool_ref = take(2)
-        offset_refs, sink_refs = take(len(offsets)), take(len(sink_rows))
+        offset_refs, sink_refs, bias_refs = take(len(offsets)), take(len(sink_rows)), take(len(bias))
         range_refs, id_refs = take(len(ranges)), take(len(ids))
         out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)
         q_smem, k_smem, v_smem, share_smem = take(4)
@@ -253,8 +271,8 @@ def gqa_decode_mosaic(
             )
             plgpu.commit_smem()
             plgpu.barrier_arrive(share_ready.at[worker])
-            if plan.workers * plan.parts > 1:
-                plgpu.set_max_registers(24, action="decrease")
+            if plan.registers is not None:
+                plgpu.set_max_registers(plan.registers[0], action="decrease")
             share = mosaic_schedule.read_share(share_smem.at[worker])
 
             def segment(b, start, stop, first_tile, tiles, carry):
@@ -345,8 +363,8 @@ def gqa_decode_mosaic(
 
         @pl.when(role > 0)
         def compute():
-            if plan.workers * plan.parts > 1:
-                plgpu.set_max_registers(232, action="increase")
+            if plan.registers is not None:
+                plgpu.set_max_registers(plan.registers[1], action="increase")
             column = (role - 1) * part_width
             first_part = role == 1
             tells_leads = first_part & (lane == 0) & (group < groups)
@@ -400,6 +418,22 @@ def gqa_decode_mosaic(
                         # tanh by exp2: the hardware's own tanh has 11 bits.
                         scale = 2 * sm_scale * log2e / logit_cap
                         s = logit_cap - (2 * logit_cap) / (1 + jnp.exp2(s * scale))
+                    if bias:
+
+                        def with_bias(s):
+                            return add_bias(
+                                s,
+                                bias_refs[0],
+                                (b * num_kv_heads + kv_head) * queries + q_tile * M - first_line,
+                                (first_line, live_rows),
+                                q_position - position,
+                                q_tile * M,
+                                sharing=sharing if s_q > 1 else None,
+                                unit=log2e / to_log2,
+                            )
+
+                        near = position + TILE > q_position - extent + 1
+                        s = lax.cond(near, with_bias, lambda s: s, s)
                     tail = (position < kv_first) | (position + TILE > kv_stop)
                     edge = tail
                     if s_q > 1:
@@ -492,7 +526,7 @@ def gqa_decode_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(grouped, pool, *offsets, *sink_rows, *ranges, *ids)
+    )(grouped, pool, *offsets, *sink_rows, *bias, *ranges, *ids)
     out, lse = mosaic_merge.merge(out, lse, part, part_lse, leads, queries=lines, groups=groups)
     # Both are no copies for s_q of 1.
     out = out.reshape(rows, num_kv_heads, s_q, sharing, v_head_dim).swapaxes(1, 2)
@@ -505,7 +539,7 @@ def _tile_columns(width: int, column: int = 0) -> int:
     return math.gcd(width, column, 64)
 
 
-def _decline(q, source, kv_dtype, v_head_dim, sm_scale, relative_bias) -> None:  # type: ignore[no-untyped-def]
+def _decline(q, source, kv_dtype, v_head_dim, sm_scale) -> None:  # type: ignore[no-untyped-def]
     s_q, head_dim = q.shape[1], q.shape[3]
     if s_q > MAX_S_Q:
         raise NotImplementedError(
@@ -513,8 +547,6 @@ def _decline(q, source, kv_dtype, v_head_dim, sm_scale, relative_bias) -> None: 
         )
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
-    if relative_bias is not None:
-        raise NotImplementedError("the Mosaic kernel has no relative bias")
     if source.page_size not in (8, 16, 32, 64, 128):
         raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
     if head_dim % 32 or v_head_dim % 32 or max(head_dim, v_head_dim) > 512:

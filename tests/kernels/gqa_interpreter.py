@@ -8,6 +8,7 @@ import sys
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gqa_decode import mosaic_gpu
@@ -23,6 +24,9 @@ CASES = {
     "drafts in a window": dict(
         heads=8, kv_heads=1, head_dim=128, s_q=3, window=70, page_size=64, sinks=True, logit_cap=5.0
     ),
+    "bias by distance": dict(
+        heads=10, kv_heads=2, head_dim=64, s_q=2, bias_extent=90, logit_cap=9.0, page_size=64
+    ),
     "wide V in two parts, behind K": dict(heads=8, kv_heads=1, head_dim=96, v_head_dim=512, page_size=16),
 }
 
@@ -37,12 +41,26 @@ def add_products(accumulators, left, rights):
     return sums
 
 
+def add_bias(scores, bias_ref, line, rows, distance, first_query_row, *, sharing, unit):
+    row, column = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
+    query = 0 if sharing is None else (first_query_row + row) // sharing
+    d = distance + query - column
+    bias = bias_ref[...]
+    lines, extent = bias.shape
+    inside = (row >= rows[0]) & (row < rows[1]) & (d >= 0) & (d < extent)
+    value = bias.reshape(-1)[jnp.clip((line + row) * extent + d, 0, lines * extent - 1)]
+    return scores + unit * jnp.where(inside, value, 0)
+
+
 def main() -> None:
     substitute(mosaic_gpu, add_products)
+    mosaic_gpu.add_bias = add_bias
     for name in sys.argv[1:] or CASES:
         case = make_case(LENGTHS, dtype="bfloat16", **CASES[name])
-        options = {key: value for key, value in case.options.items() if key != "sinks"}
-        sinks = case.options["sinks"]
+        options = {
+            key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
+            for key, value in case.options.items()
+        }
         with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
             out, lse = mosaic_gpu.gqa_decode_mosaic(
                 jnp.asarray(case.q),
@@ -50,7 +68,6 @@ def main() -> None:
                 case.source("virtual"),
                 jnp.int32(case.offsets[0]),
                 None if case.offsets[1] is None else jnp.int32(case.offsets[1]),
-                sinks=None if sinks is None else jnp.asarray(sinks),
                 config=mosaic_gpu.TuningConfig(blocks=3),
                 **options,
             )

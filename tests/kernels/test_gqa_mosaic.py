@@ -25,17 +25,17 @@ def source(delivery, rows, page_size):
 
 
 def compiled(
-    rows, heads, kv_heads, head_dim, v_head_dim=None, *, delivery="table", page_size=64, s_q=1, blocks=1000, sinks=False,
+    rows, heads, kv_heads, head_dim, v_head_dim=None, *, delivery="table", page_size=64, s_q=1, blocks=1000, sinks=False, extent=None,
     **options,
 ):  # fmt: skip
     v_head_dim = v_head_dim or head_dim
     one_row = v_head_dim != head_dim
     pool = blocks * page_size * kv_heads * (head_dim + v_head_dim) * 2
 
-    def attention(q, pool, source, k_offset, v_offset, q_start, sinks):
+    def attention(q, pool, source, k_offset, v_offset, q_start, sinks, bias):
         return gqa_decode(
             q, pool, source, k_offset, None if one_row else v_offset, kv_dtype="bfloat16", num_kv_heads=kv_heads,
-            v_head_dim=v_head_dim, sm_scale=0.1, q_start=q_start, sinks=sinks, implementation="mosaic", **options,
+            v_head_dim=v_head_dim, sm_scale=0.1, q_start=q_start, sinks=sinks, relative_bias=bias, implementation="mosaic", **options,
         )  # fmt: skip
 
     return compile_for(
@@ -47,6 +47,7 @@ def compiled(
         int32(()),
         int32((rows,)) if s_q > 1 else None,
         shape((heads,), "float32") if sinks else None,
+        shape((rows, s_q, heads, extent), "bfloat16") if extent else None,
     )
 
 
@@ -66,6 +67,7 @@ def compiled(
         ((40, 16, 16, 96), {"page_size": 8}),
         ((5, 8, 2, 192, 128), {"s_q": 3}),
         ((6, 8, 2, 96, 256), {}),
+        ((20, 32, 4, 128), {"extent": 1024, "window": 512, "s_q": 2}),
     ],
     ids=str,
 )
@@ -77,7 +79,8 @@ def test_fits_the_gpu(sizes, options):
     parts = 2 * (264 // kv_heads) * s_q * heads * 4 * (v_width + 1)
     queries = rows * kv_heads * -(-s_q * heads // kv_heads // 8) * 8 * head_dim * 2
     results = 0 if s_q == 1 else rows * s_q * heads * (2 * v_width + 4)
-    assert program.temp_bytes <= parts + queries + results + 16 * (rows + 264) + 65536
+    bias = rows * s_q * heads * options.get("extent", 0) * (4 + 4)  # in f32, by KV head
+    assert program.temp_bytes <= parts + queries + results + bias + 16 * (rows + 264) + 65536
     assert sum(thunk.kind == "kCustomCall" for thunk in program.thunks) == 2
 
 
@@ -86,6 +89,33 @@ def test_fits_the_gpu(sizes, options):
 def test_copies_no_pool():
     temps = [compiled(4, 16, 2, 128, blocks=blocks).temp_bytes for blocks in (50_000, 1_400_000)]
     assert temps[0] == temps[1]
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize(
+    "target, dtype, delivery, custom_call",
+    [
+        ("h200", "bfloat16", "table", "mosaic_gpu"),
+        ("h200", "bfloat16", "stream", "triton"),
+        ("a100", "bfloat16", "table", "triton"),
+        ("h200", "float32", "table", None),
+    ],
+)
+def test_what_runs_where_none_is_named(target, dtype, delivery, custom_call):
+    if custom_call == "triton":
+        pytest.importorskip("jax_triton")
+    if delivery == "stream":
+        ids = TokenStream(int32((4096,)), int32((5,)), int32((4,)), int32((4,)), page_size=64)
+    else:
+        ids = source("table", 4, 64)
+    call = partial(gqa_decode, kv_dtype=dtype, num_kv_heads=2, sm_scale=0.1)
+    pool = shape((512 * 64 * 1024,), "uint8")
+    program = compile_for(call, shape((4, 1, 16, 128), dtype), pool, ids, int32(()), int32(()), target=target)
+    text = program.compiled.as_text()
+    assert [name for name in ("mosaic_gpu", "triton") if f'custom_call_target="{name}' in text] == (
+        [custom_call] if custom_call else []
+    )
 
 
 GOOD = dict(
@@ -114,7 +144,6 @@ GOOD = dict(
         ({"q": shape((2, 1, 16, 80), "bfloat16")}, "multiples of 32 up to 512 wide, got 80 and 128"),
         ({"q": shape((2, 9, 16, 128), "bfloat16")}, "at most 8 queries a row, got 9"),
         ({"q": shape((2, 8, 600, 128), "bfloat16"), "num_kv_heads": 300}, "need more than 264 workers"),
-        ({"relative_bias": shape((2, 1, 16, 5), "float32")}, "no relative bias"),
         ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
     ],
 )
@@ -123,7 +152,7 @@ def test_declines_with_the_reason(changes, reason):
         gqa_decode_mosaic(**{**GOOD, **changes})
 
 
-@pytest.mark.parametrize("field, value", [("blocks", 0), ("workers", 3)])
+@pytest.mark.parametrize("field, value", [("blocks", 0), ("workers", 4)])
 def test_config_is_checked(field, value):
     with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
         TuningConfig(**{field: value})
