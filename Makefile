@@ -1,5 +1,5 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
-.PHONY: help venv demo test gpu lint types deviceless random-goldens notebook newest format
+.PHONY: help venv demo test slow gpu lint types deviceless random-goldens notebook newest format
 
 PYTHON_BIN := .venv/bin/python
 # A worker takes whole files: what a file compiles once stays in one process.
@@ -17,7 +17,7 @@ ON_NEWEST := tests/kernels/test_gather_translate.py tests/kernels/test_mla_decod
 
 help:
 	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
-	@echo "make test        the fast test suite (no GPU needed)"
+	@echo "make test        the fast test suite (no GPU needed); make slow runs the rest"
 	@echo "make deviceless  compile the kernels and steps for GPUs that need not be here"
 	@echo "make random-goldens  models of random shape against transformers, in an environment of its own"
 	@echo "make gpu         the suites and benchmarks that need a GPU, with the python3 of a CUDA jaxlib"
@@ -32,7 +32,11 @@ demo:
 
 test: venv
 	$(FAST_COMPILE) $(PYTEST) -m "not gpu and not slow and not deviceless and not exact"
-	$(PYTEST) -m "exact and not gpu and not slow"
+	$(PYTEST) -m "exact and not gpu and not slow" tests/models
+
+# What takes minutes, compiled as a user's programs are.
+slow: venv
+	$(PYTEST) -m "slow and not gpu and not deviceless"
 
 lint: venv
 	$(PYTHON_BIN) -m ruff check .

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 from tests.models.dense_cache import make_dense_cache
@@ -37,6 +38,11 @@ def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:
         "unified-stream": partial(pool, unified=True, delivery="stream"),
         "unified-virtual": partial(pool, unified=True, delivery="virtual"),
     }
+
+
+def exact_on_pools(*values: str) -> Any:
+    """Parameters of a test, the last the name of a cache: what runs on a pool is to be compared bit by bit."""
+    return pytest.param(*values, marks=() if values[-1] == "dense" else pytest.mark.exact)
 
 
 @dataclass(frozen=True)

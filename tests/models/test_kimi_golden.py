@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import jax
@@ -14,7 +15,6 @@ from tests.models import parity
 from ukv_jax.models.decoder import cache_spec, forward
 from ukv_jax.models.weights import load_model
 
-pytestmark = pytest.mark.exact
 ROOT = Path(__file__).parents[2]
 CHUNK, STEPS = 64, 256
 CACHES = parity.caches()
@@ -32,15 +32,13 @@ def golden():
 
 
 @pytest.fixture(scope="module")
-def runs(golden):
-    """By cache: float32 logits of every prompt (all rows at once, in padded chunks), then greedy tokens."""
+def run(golden):
+    """Name of a cache -> float32 logits of every prompt (all rows at once, in padded chunks), then greedy tokens."""
     prompts = [g["ids"] for g in golden]
-    return {name: generate(make, prompts, "float32", STEPS) for name, make in CACHES.items()}
+    return cache(lambda name: generate(CACHES[name], prompts, "float32", STEPS))
 
 
-@pytest.fixture(params=sorted(CACHES))
-def run(request, runs):
-    return runs[request.param]
+on_every_cache = pytest.mark.parametrize("name", [parity.exact_on_pools(kind) for kind in CACHES])
 
 
 def generate(make_cache, prompts, dtype, steps):
@@ -85,13 +83,15 @@ def test_prompts_span_pages(golden):
     assert max(lengths) > 128
 
 
-def test_float32_logits(run, golden):
-    for found, g in zip(run[0], golden, strict=True):
+@on_every_cache
+def test_float32_logits(run, name, golden):
+    for found, g in zip(run(name)[0], golden, strict=True):
         assert parity.relative(found[g["positions"]], g["logits"]) <= 1e-4
 
 
-def test_greedy_tokens(run, golden):
-    for found, g in zip(run[1], golden, strict=True):
+@on_every_cache
+def test_greedy_tokens(run, name, golden):
+    for found, g in zip(run(name)[1], golden, strict=True):
         np.testing.assert_array_equal(found, g["greedy"])
 
 
@@ -101,11 +101,12 @@ def test_bfloat16_stays_near(golden):
         assert parity.relative(logits[g["positions"]], g["logits"]) <= 0.1
 
 
-def test_pools_and_deliveries_agree_bit_for_bit(runs):
+@pytest.mark.exact
+def test_pools_and_deliveries_agree_bit_for_bit(run):
     """The same kernel over a unified pool and a static split: only block ids differ, so no bit of the logits may."""
-    expected_logits, expected_tokens = runs["static-table"]
+    expected_logits, expected_tokens = run("static-table")
     for name in POOLS:
-        logits, tokens = runs[name]
+        logits, tokens = run(name)
         for found, expected in zip(logits, expected_logits, strict=True):
             assert np.array_equal(found.view(np.uint32), expected.view(np.uint32)), name
         assert np.array_equal(tokens, expected_tokens), name
