@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ukv_jax.models.config import ConfigReader, GQAConfig, MLAConfig, ModelConfig, MoEConfig
@@ -54,6 +54,19 @@ def check_groups(reader: ConfigReader, moe: MoEConfig) -> MoEConfig:
             f"{moe.groups_per_token * per_group}"
         )
     return moe
+
+
+def layer_kinds(
+    reader: ConfigReader, name: str, types: Sequence[str], kinds: Mapping[str, str], layers: int
+) -> tuple[str, ...]:
+    """The kind of each layer, from what the config field `name` calls it. Raises ValueError for another number of entries or
+    unknown ones."""
+    unknown = sorted(set(types) - set(kinds))
+    if unknown or len(types) != layers:
+        raise reader.fail(
+            f"{name}: {layers} entries out of {sorted(kinds)} wanted, found {len(types)} with unknown kinds {unknown}"
+        )
+    return tuple(kinds[t] for t in types)
 
 
 def dense_then_moe(layers: int, dense: int) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from ukv_jax.models.config import (
     read_dtype,
     token_ids,
 )
-from ukv_jax.models.families.common import Path, check_heads, gated, or_on_its_own, whole
+from ukv_jax.models.families.common import Path, check_heads, gated, layer_kinds, or_on_its_own, whole
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.rope import read_rope
 from ukv_jax.models.weights import Tensor
@@ -93,15 +93,10 @@ def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
         "full_attention" if i % 6 == 5 or i == layers - 1 else "sliding_attention" for i in range(layers)
     ]
     types = reader.get("layer_types", default=every_sixth)
-    unknown = sorted(set(types) - set(MIXER_OF_LAYER_TYPE))
-    if unknown or len(types) != layers:
-        raise reader.fail(
-            f"layer_types: {layers} entries out of {sorted(MIXER_OF_LAYER_TYPE)} wanted, found {len(types)} with "
-            f"unknown kinds {unknown}"
-        )
+    mixers = layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
     if types[-1] != "full_attention":
         raise reader.fail(f"the last of layer_types must be full_attention, found {types[-1]!r}")
-    return tuple(MIXER_OF_LAYER_TYPE[t] for t in types)
+    return mixers
 
 
 def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig, GQAConfig]:

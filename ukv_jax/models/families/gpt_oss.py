@@ -9,7 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ukv_jax.models.config import ConfigReader, GQAConfig, ModelConfig, MoEConfig, read_dtype, token_ids
-from ukv_jax.models.families.common import Path, check_groups, check_heads, ends, gqa, norms, whole
+from ukv_jax.models.families.common import (
+    Path,
+    check_groups,
+    check_heads,
+    ends,
+    gqa,
+    layer_kinds,
+    norms,
+    whole,
+)
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.quantization import check_mxfp4, mxfp4
 from ukv_jax.models.rope import read_rope
@@ -33,13 +42,8 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     )
     in_turn = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
     types = reader.get("layer_types", default=in_turn)
-    unknown = sorted(set(types) - set(MIXER_OF_LAYER_TYPE))
-    if unknown or len(types) != layers:
-        raise reader.fail(
-            f"layer_types: {layers} entries out of {sorted(MIXER_OF_LAYER_TYPE)} wanted, found {len(types)} with "
-            f"unknown kinds {unknown}"
-        )
-    if "full_attention" not in types:
+    mixers = layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
+    if "gqa" not in mixers:
         raise reader.fail("layer_types without full_attention are not implemented: a pool has full attention")
     reader.only("attention_bias", True)
     reader.only("hidden_act", "silu")
@@ -67,7 +71,7 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=size,
         rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-5)),
-        mixers=tuple(MIXER_OF_LAYER_TYPE[t] for t in types),
+        mixers=mixers,
         mlps=("moe",) * layers,
         dtype=read_dtype(reader),
         max_position=reader.positive("max_position_embeddings"),

@@ -24,7 +24,7 @@ from ukv_jax.models.config import (
     read_dtype,
     token_ids,
 )
-from ukv_jax.models.families.common import Path, check_groups, check_heads, whole
+from ukv_jax.models.families.common import Path, check_groups, check_heads, layer_kinds, whole
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.weights import Place, Tensor
 
@@ -38,6 +38,11 @@ MULTIMODAL = (
 MOE_FIELDS = (
     "shared_expert_sink", "use_gate_bias", "norm_after_topk", "use_global_scale", "gate_activation", "n_routed_experts",
     "num_local_experts", "num_experts_per_tok", "n_shared_experts", "route_scale",
+)  # fmt: skip
+# Four convolutions a layer, an epsilon that no layer uses, multi-token prediction.
+INERT = (
+    "number_of_conv_states", "rms_norm_eps_moe_gate", "num_mtp_layers", "chain_hidden_post_norm",
+    "mtp_hidden_states_first", "mtp_local_layer_ids",
 )  # fmt: skip
 
 
@@ -54,19 +59,14 @@ def read_config(top: ConfigReader) -> ModelConfig:
     mixers, mlps = _mixers(reader, layers), _mlps(reader, layers)
     full, swa = _attention(reader, mixers)
     dense_size, moe_size = _mlp_sizes(reader)
-    moe = _moe(reader, moe_size) if "moe" in mlps else reader.inert(MOE_FIELDS)
+    moe = _moe(reader, moe_size) if "moe" in mlps else None
+    reader.inert(MOE_FIELDS)
     for name in ("use_sconv", "use_embed_norm"):
         reader.only(name, True)
     reader.only("hidden_act", "silu")
     reader.only("final_logit_softcapping")
     reader.only("tie_word_embeddings", False)
-    reader.inert(
-        ("number_of_conv_states", "rms_norm_eps_moe_gate")
-    )  # four a layer; no layer normalises there
-    # Multi-token prediction.
-    reader.inert(
-        ("num_mtp_layers", "chain_hidden_post_norm", "mtp_hidden_states_first", "mtp_local_layer_ids")
-    )
+    reader.inert(INERT)
     config = ModelConfig(
         family="inkling_text",
         vocab_size=reader.positive("vocab_size"),
@@ -104,7 +104,7 @@ def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     if types is None:
         local = [i for i in range(layers) if (i + 1) % 6] if local is None else local
         types = ["hybrid_sliding" if i in local else "hybrid" for i in range(layers)]
-    mixers = _kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
+    mixers = layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
     if "gqa" not in mixers:
         raise reader.fail("layer_types without 'hybrid' are not implemented: a pool has full attention")
     return mixers
@@ -114,18 +114,7 @@ def _mlps(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     dense, types = reader.get("dense_mlp_idx", default=0), reader.get("mlp_layer_types")
     if types is None:
         types = ["dense" if i < dense else "sparse" for i in range(layers)]
-    return _kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
-
-
-def _kinds(
-    reader: ConfigReader, name: str, types: list[str], kinds: dict[str, str], layers: int
-) -> tuple[str, ...]:
-    unknown = sorted(set(types) - set(kinds))
-    if unknown or len(types) != layers:
-        raise reader.fail(
-            f"{name}: {layers} entries out of {sorted(kinds)} wanted, found {len(types)} with unknown kinds {unknown}"
-        )
-    return tuple(kinds[t] for t in types)
+    return layer_kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
 
 
 def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig, GQAConfig | None]:
@@ -134,27 +123,20 @@ def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig
         reader.only(name, False)
     floor, gain = reader.get("log_scaling_n_floor"), float(reader.get("log_scaling_alpha", default=0.1))
     width, extent = reader.positive("d_rel"), reader.positive("rel_extent")
-    window = reader.get("sliding_window_size", "sliding_window")
-
-    def dims(prefix: str) -> tuple[int, int, int]:
-        fields = ("num_attention_heads", "num_key_value_heads", "head_dim")
-        heads, kv_heads, head_dim = (reader.positive(prefix + field) for field in fields)
-        return heads, kv_heads, head_dim
-
-    full = GQAConfig(
-        *dims(""),
-        sm_scale=1 / reader.positive("head_dim"),  # queries and keys are normalised
-        relative=(width, extent),
-        log_scaling=None if floor is None else (floor, gain),
-    )
-    swa = None
-    if "swa" in mixers:
-        window = reader.positive("sliding_window_size", "sliding_window")
-        scale = 1 / reader.positive("swa_head_dim")
-        swa = GQAConfig(*dims("swa_"), sm_scale=scale, window=window, relative=(width, window))
-    else:
+    full = _heads(reader, "", relative=(width, extent), log_scaling=None if floor is None else (floor, gain))
+    if "swa" not in mixers:
+        reader.inert(("sliding_window_size", "sliding_window"))
         reader.inert(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"))
-    return check_heads(reader, full), swa and check_heads(reader, swa)
+        return full, None
+    window = reader.positive("sliding_window_size", "sliding_window")
+    return full, _heads(reader, "swa_", relative=(width, window), window=window)
+
+
+def _heads(reader: ConfigReader, prefix: str, **more: Any) -> GQAConfig:
+    fields = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    heads, kv_heads, head_dim = (reader.positive(prefix + field) for field in fields)
+    # Queries and keys are normalised, so scores are divided by the head dim and not by its root.
+    return check_heads(reader, GQAConfig(heads, kv_heads, head_dim, sm_scale=1 / head_dim, **more))
 
 
 def _mlp_sizes(reader: ConfigReader) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from ukv_jax.models.families.common import (
     ends,
     experts,
     gated,
+    layer_kinds,
     mla,
     norms,
     read_mla,
@@ -58,7 +59,8 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         conv_kernel=_linear_field(reader, linear, "short_conv_kernel_size", "linear_conv_kernel_dim"),
     )
     mlps = _mlps(reader, layers)
-    moe = _moe(reader) if "moe" in mlps else reader.inert(MOE_FIELDS)
+    moe = _moe(reader) if "moe" in mlps else None
+    reader.inert(MOE_FIELDS)
 
     reader.only("hidden_act", "silu")
     reader.only("mla_use_nope", True)
@@ -103,13 +105,13 @@ def _mixers(reader: ConfigReader, layers: int, linear: dict) -> tuple[str, ...]:
             raise reader.fail(
                 "layer kinds wanted: linear_attn_config.full_attn_layers and kda_layers, or layer_types"
             )
-        return _kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
+        return layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
     if sorted(full + kda) != list(range(1, layers + 1)):
         raise reader.fail(
             f"full_attn_layers {full} and kda_layers {kda} do not name layers 1 to {layers} once each"
         )
     mixers = tuple("mla" if i + 1 in full else "kda" for i in range(layers))
-    if types is not None and _kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers) != mixers:
+    if types is not None and layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers) != mixers:
         raise reader.fail(f"layer_types {types} contradict full_attn_layers {full}")
     return mixers
 
@@ -120,18 +122,7 @@ def _mlps(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     every = reader.get("moe_layer_freq", default=1)
     if types is None:
         return tuple("moe" if i >= dense and i % every == 0 else "dense" for i in range(layers))
-    return _kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
-
-
-def _kinds(
-    reader: ConfigReader, name: str, types: list[str], kinds: dict[str, str], layers: int
-) -> tuple[str, ...]:
-    unknown = sorted(set(types) - set(kinds))
-    if unknown or len(types) != layers:
-        raise reader.fail(
-            f"{name}: {layers} entries out of {sorted(kinds)} wanted, found {len(types)} with unknown kinds {unknown}"
-        )
-    return tuple(kinds[t] for t in types)
+    return layer_kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
 
 
 def _moe(reader: ConfigReader) -> MoEConfig:

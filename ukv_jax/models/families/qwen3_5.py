@@ -23,7 +23,16 @@ from ukv_jax.models.config import (
     read_dtype,
     token_ids,
 )
-from ukv_jax.models.families.common import Path, check_groups, experts, gated, or_on_its_own, stacked, whole
+from ukv_jax.models.families.common import (
+    Path,
+    check_groups,
+    experts,
+    gated,
+    layer_kinds,
+    or_on_its_own,
+    stacked,
+    whole,
+)
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.rope import read_rope
 from ukv_jax.models.weights import Place, Tensor
@@ -137,13 +146,7 @@ def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     types, interval = reader.get("layer_types"), reader.get("full_attention_interval", default=4)
     if types is None:
         types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
-    unknown = sorted(set(types) - set(MIXER_OF_LAYER_TYPE))
-    if unknown or len(types) != layers:
-        raise reader.fail(
-            f"layer_types: {layers} entries out of {sorted(MIXER_OF_LAYER_TYPE)} wanted, found {len(types)} with unknown "
-            f"kinds {unknown}"
-        )
-    return tuple(MIXER_OF_LAYER_TYPE[t] for t in types)
+    return layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
 
 
 def tensors(config: ModelConfig) -> list[Tensor]:
