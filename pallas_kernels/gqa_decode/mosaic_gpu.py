@@ -54,8 +54,8 @@ class TuningConfig:
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {self.blocks}")
-        if self.workers not in (None, 1, 2, 3):
-            raise ValueError(f"workers must be None or 1 to 3, got {self.workers}")
+        if self.workers not in (None, 1, 2):
+            raise ValueError(f"workers must be None, 1 or 2, got {self.workers}")
 
 
 @dataclass(frozen=True)
@@ -75,25 +75,13 @@ class _Plan:
             return min(room // (2 * TILE * (head_dim + v_head_dim)), _MAX_STAGES)
 
         # ptxas refuses a WGMMA of more than 192 columns in a block of 512 threads.
-        fits = {
-            1: stages(1) >= 1,
-            2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2,
-            3: parts == 1 and v_head_dim <= 64 and stages(3) >= 2,
-        }
+        fits = {1: stages(1) >= 1, 2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2}
         workers = config.workers or (2 if fits[2] else 1)
         if not fits[workers]:
             raise NotImplementedError(
                 f"{workers} workers a block have no room for heads of {head_dim} and {v_head_dim}"
             )
         return _Plan(workers, parts, stages(workers))
-
-    @property
-    def registers(self) -> tuple[int, int] | None:
-        """A thread's registers in the warpgroups that load and in those that compute; None leaves them as they are."""
-        computing = self.workers * self.parts
-        if computing == 1:
-            return None
-        return 24, min(232, (512 - 24 * self.workers) // computing // 8 * 8)
 
 
 def gqa_decode_mosaic(
@@ -271,8 +259,8 @@ def gqa_decode_mosaic(
             )
             plgpu.commit_smem()
             plgpu.barrier_arrive(share_ready.at[worker])
-            if plan.registers is not None:
-                plgpu.set_max_registers(plan.registers[0], action="decrease")
+            if plan.workers * plan.parts > 1:
+                plgpu.set_max_registers(24, action="decrease")
             share = mosaic_schedule.read_share(share_smem.at[worker])
 
             def segment(b, start, stop, first_tile, tiles, carry):
@@ -363,8 +351,8 @@ def gqa_decode_mosaic(
 
         @pl.when(role > 0)
         def compute():
-            if plan.registers is not None:
-                plgpu.set_max_registers(plan.registers[1], action="increase")
+            if plan.workers * plan.parts > 1:
+                plgpu.set_max_registers(232, action="increase")
             column = (role - 1) * part_width
             first_part = role == 1
             tells_leads = first_part & (lane == 0) & (group < groups)

@@ -152,7 +152,7 @@ def test_declines_with_the_reason(changes, reason):
         gqa_decode_mosaic(**{**GOOD, **changes})
 
 
-@pytest.mark.parametrize("field, value", [("blocks", 0), ("workers", 4)])
+@pytest.mark.parametrize("field, value", [("blocks", 0), ("workers", 3)])
 def test_config_is_checked(field, value):
     with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
         TuningConfig(**{field: value})

@@ -81,13 +81,13 @@ def warp(monkeypatch):
     ).items():  # fmt: skip
         monkeypatch.setattr(schedule, name, value)
 
-    def shares(kv_start, kv_end, groups, q_start=None, s_q=1, width_tokens=1 << 30):
+    def shares(kv_start, kv_end, groups, q_start=None, s_q=1, width_tokens=1 << 30, reach=None):
         ranges = [np.asarray(x, np.int32) for x in (kv_start, kv_end, q_start) if x is not None]
         found = []
         for group in range(groups):
             out = np.full(8, -9, np.int32)
             schedule._emit_find_share(
-                ranges, len(ranges[0]), lanes(np.int32(group)), groups, out, width_tokens, s_q
+                ranges, len(ranges[0]), lanes(np.int32(group)), groups, out, width_tokens, s_q, reach
             )
             found.append(schedule.Share(*(int(x) for x in out[: len(schedule.Share._fields)])))
         return found
@@ -179,3 +179,16 @@ def test_one_length_that_would_leave_a_quarter_idle_is_cut_anyway(warp):
 def test_all_rows_empty(warp):
     shares = warp(np.zeros(40), np.zeros(40), 132)
     check(shares, np.zeros(40, int))
+
+
+@pytest.mark.parametrize("s_q", [None, 3])
+def test_a_window_moves_the_start_of_rows(warp, s_q):
+    rng = np.random.default_rng(5)
+    kv_end = rng.integers(0, 5000, 70)
+    kv_start = np.minimum(rng.integers(0, 800, 70), kv_end)
+    q_start = None if s_q is None else kv_end - rng.integers(1, s_q + 1, 70)
+    q_stop = kv_end if s_q is None else q_start + s_q
+    options = {"q_start": q_start, "s_q": s_q or 1}
+    windowed = warp(kv_start, kv_end, 9, reach=600, **options)
+    assert windowed == warp(np.maximum(kv_start, q_stop - 600), kv_end, 9, **options)
+    assert windowed != warp(kv_start, kv_end, 9, **options)
