@@ -2,7 +2,9 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 if not Path("/dev/nvidiactl").exists():
@@ -14,3 +16,11 @@ settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("default")
+
+
+@pytest.fixture
+def named_for_hopper(monkeypatch):
+    """Named implementations find the device that they need: for what they refuse before they compile."""
+    from pallas_kernels import implementations
+
+    monkeypatch.setattr(implementations, "device", SimpleNamespace(target=lambda: ("cuda", (9, 0))))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import device, implementations
+from pallas_kernels import implementations
 from pallas_kernels.read_source import ReadSource, check_source
 
 KV_DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
@@ -98,11 +98,6 @@ def gqa_decode(
     check(
         q, buffer, source, v_offset, kv_dtype, num_kv_heads, width, scales, window, sinks, logit_cap, relative_bias, q_start
     )  # fmt: skip
-    target = device.target()
-    if implementation == "mosaic" and target != ("cuda", (9, 0)):
-        raise NotImplementedError(
-            f"implementation 'mosaic' needs a Hopper GPU, the device at hand is {target}"
-        )
     call = implementations.run("gqa_decode", IMPLEMENTATIONS, implementation)
     return call(  # type: ignore[no-any-return]
         q,

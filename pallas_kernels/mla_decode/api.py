@@ -1,13 +1,10 @@
 """Paged MLA attention: the public function and the table of its implementations."""
 
-from collections.abc import Callable
-from importlib import import_module
-
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import device
+from pallas_kernels import implementations
 from pallas_kernels.read_source import ReadSource, check_source
 
 KV_DTYPES = ("bfloat16", "float32", "float8_e4m3fn")
@@ -23,17 +20,6 @@ IMPLEMENTATIONS = {
 }
 # Implementations that have another function for e4m3 rows.
 _FP8 = {"mosaic": ("pallas_kernels.mla_decode.mosaic_fp8", "mla_decode_mosaic_fp8")}
-
-
-def preferred(platform: str, compute_capability: tuple[int, int]) -> tuple[str, ...]:
-    """Implementations to try, best first, on a device. `compute_capability` counts for "cuda" alone."""
-    if platform != "cuda":
-        return ("xla",)
-    if compute_capability[0] == 9:
-        return ("mosaic", "triton", "xla")
-    if compute_capability[0] >= 8:
-        return ("triton", "xla")
-    return ("xla",)
 
 
 def mla_decode(
@@ -71,7 +57,7 @@ def mla_decode(
         the positions p with ``kv_start[b] <= p < kv_end[b]`` and ``p <= q_start[b] + i``. For right-padded chunks pass
         ``kv_end - new_len``: the padding queries then see all of the row, so their results are finite and of no use.
       implementation: "mosaic", "triton" or "xla". None takes the first that can serve of those preferred for the
-        device at hand (`pallas_kernels.device.target`).
+        device at hand (`pallas_kernels.implementations.run`).
 
     Returns:
       out in q.dtype, and lse f32: the natural log of the sum of exp(score) over visible positions. A query that sees
@@ -86,46 +72,20 @@ def mla_decode(
     """
     kv_dtype = jnp.dtype(kv_dtype)
     _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start)
-    if implementation is None:
-        names = preferred(*device.target())
-    elif implementation in IMPLEMENTATIONS:
-        names = (implementation,)
-    else:
-        raise ValueError(
-            f"implementation must be None or one of {sorted(IMPLEMENTATIONS)}, got {implementation!r}"
-        )
-    platform, _ = device.target()
-    if implementation in ("mosaic", "triton") and platform != "cuda":
-        raise NotImplementedError(
-            f"implementation {implementation!r} needs a CUDA GPU, the device at hand is {platform}"
-        )
-    for name in names:
-        try:
-            return _load(name, kv_dtype)(
-                q,
-                buffer,
-                source,
-                jnp.asarray(block_offset, jnp.int32),
-                kv_dtype=kv_dtype,
-                row_width=row_width,
-                v_width=v_width,
-                sm_scale=float(sm_scale),
-                logit_cap=None if logit_cap is None else float(logit_cap),
-                q_start=q_start,
-            )
-        except NotImplementedError:
-            if name == names[-1]:
-                raise
-    raise AssertionError("unreachable: the last implementation returns or raises")
-
-
-def _load(name: str, kv_dtype: jnp.dtype) -> Callable[..., tuple[Array, Array]]:
-    fp8 = kv_dtype == jnp.float8_e4m3fn
-    module, function = _FP8[name] if fp8 and name in _FP8 else IMPLEMENTATIONS[name]
-    try:
-        return getattr(import_module(module), function)  # type: ignore[no-any-return]
-    except ImportError as error:
-        raise NotImplementedError(f"implementation {name!r} cannot be imported here: {error}") from error
+    table = IMPLEMENTATIONS | (_FP8 if kv_dtype == jnp.float8_e4m3fn else {})
+    attend = implementations.run("mla_decode", table, implementation)
+    return attend(  # type: ignore[no-any-return]
+        q,
+        buffer,
+        source,
+        jnp.asarray(block_offset, jnp.int32),
+        kv_dtype=kv_dtype,
+        row_width=row_width,
+        v_width=v_width,
+        sm_scale=float(sm_scale),
+        logit_cap=None if logit_cap is None else float(logit_cap),
+        q_start=q_start,
+    )
 
 
 def _check(q, buffer, source, kv_dtype, row_width, v_width, logit_cap, q_start) -> None:  # type: ignore[no-untyped-def]

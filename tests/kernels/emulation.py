@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_kernels import gmem
+from pallas_kernels import gmem, implementations
 
 POISON = -123456789
 MAX_GRID = 4096  # blocks that are worth emulating
@@ -160,6 +161,7 @@ def emulated() -> Iterator[None]:
         patch.setattr(gmem, "load_coherent", load)
         patch.setattr(gmem, "iota", lambda count: jnp.arange(count, dtype=jnp.int32))
         patch.setattr(gmem, "splat", lambda value: jnp.full((gmem.WARPGROUP,), value, jnp.int32))
+        patch.setattr(implementations, "device", SimpleNamespace(target=lambda: ("cuda", (9, 0))))
         patch.setattr(lax, "axis_index", lambda name: jnp.int32(_here.axes[name]))
         yield
 

@@ -551,7 +551,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="int64 ids need jax_enable_x64"):
             self.table(self.words, ints(0, -1), ints(1), dtype=jnp.int64)
 
-    def test_int64_with_x64(self):
+    def test_int64_with_x64(self, named_for_hopper):
         with jax.enable_x64(True):
             wide = dict(page_size=64, blocks_per_page=2**20, dtype=jnp.int64)
             batch = self.words, ints(0, 3000, -1), ints(64)

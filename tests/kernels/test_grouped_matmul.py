@@ -116,7 +116,7 @@ def test_no_product_of_every_row_with_every_matrix(rows):
         ((64, 96), (GROUPS, 64, 96), NotImplementedError, r"no inner 96 and outer 64 \(multiples of 64\)"),
     ],
 )
-def test_refusals(x, matrices, error, message):
+def test_refusals(named_for_hopper, x, matrices, error, message):
     layout = group_rows(jnp.zeros(1, jnp.int32), GROUPS, tile=64)
     with pytest.raises(error, match=message):
         grouped_matmul(

@@ -257,7 +257,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match="x is float32, its last values are stored as bfloat16"):
             conv_step(buffer, slots, StateBlocks(0, 3, 1, "bfloat16"), x, jnp.ones((128, 4)))
 
-    def test_a_named_kernel_says_what_it_cannot_serve(self):
+    def test_a_named_kernel_says_what_it_cannot_serve(self, named_for_hopper):
         inputs = map(jnp.ones, _delta(1, 1, 5, 7, 1).inputs)
         with pytest.raises(NotImplementedError, match="no tile for state matrices of 5 x 7"):
             delta_step(
