@@ -19,7 +19,13 @@ from tests.kernels.mla_interpreter import substitute
 LENGTHS = [77, 0, 130, 64, 300]
 CASES = {
     "two workers a block": dict(
-        heads=8, kv_heads=2, head_dim=64, page_size=32, kv_start=[3, 0, 65, 0, 129], sinks=True
+        lengths=[*LENGTHS, *[9] * 13, 200],
+        kv_start=[3, 0, 65, 0, 129, *[0] * 14],
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        page_size=32,
+        sinks=True,
     ),
     "drafts in a window": dict(
         heads=8, kv_heads=1, head_dim=128, s_q=3, window=70, page_size=64, sinks=True, logit_cap=5.0
@@ -56,7 +62,7 @@ def main() -> None:
     substitute(mosaic_gpu, add_products)
     mosaic_gpu.add_bias = add_bias
     for name in sys.argv[1:] or CASES:
-        case = make_case(LENGTHS, dtype="bfloat16", **CASES[name])
+        case = make_case(**{"lengths": LENGTHS, "dtype": "bfloat16"} | CASES[name])
         options = {
             key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
             for key, value in case.options.items()

@@ -320,9 +320,10 @@ def test_cut_rows(implementation, options):
 
 
 @pytest.mark.gpu
-def test_large_batch(implementation):
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_large_batch(implementation, head_dim):
     lengths = np.random.default_rng(0).integers(0, 400, 512)
-    case = problem(implementation, lengths, heads=8, head_dim=128, blocks_per_page=2, offsets=(0, 1))
+    case = problem(implementation, lengths, heads=8, head_dim=head_dim, blocks_per_page=2, offsets=(0, 1))
     case.check(*run(implementation, case))
 
 
