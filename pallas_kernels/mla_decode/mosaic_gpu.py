@@ -5,12 +5,14 @@ positions. Four warpgroups: one translates page ids and loads pages by TMA, one 
 the rescale factors over through shared memory, two accumulate half of V's columns each. So Q K^T of a tile runs beside P V
 of the one before. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns behind V in a ring of
 three, where P takes their place. A row of the batch that lies inside one block is final; a row cut between blocks leaves
-f32 partials that `mosaic_merge` combines by log-sum-exp. docs/mla_decode.md derives the shape.
+partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes of the row's last tile. The design
+and its measurements: docs/mla_decode.md.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +23,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
-from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
+from pallas_kernels.mla_decode.mosaic_registers import (
+    add_products,
+    lower_half,
+    rescale,
+    store_rows,
+    sync_warpgroup,
+    upper_half,
+)
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
 
@@ -37,6 +46,14 @@ _ACC = plgpu.Layout.WGMMA
 _ROWS = _ACC.reduce(1)
 _SLACK = 8.0  # P stays below 2**8
 _MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
+
+
+class Place(NamedTuple):
+    """Where a tile lies: `number` tiles of this block were loaded before it, a row's queries counting as one."""
+
+    number: jax.Array
+    box: jax.Array  # the first, in the ring of V's columns
+    slot: jax.Array  # in the ring of the columns behind V
 
 
 @dataclass(frozen=True)
@@ -137,6 +154,7 @@ def _decode(
     groups = config.blocks // q_tiles  # the blocks of a group hold the query tiles of one share
     box = min(M, q.shape[1])
     half = v_width // 2
+    staged = queries % 8 == 0  # results leave by TMA, in whole swizzle tiles of 8 rows
     v_groups = v_width // GROUP  # a KV tile arrives as boxes of GROUP columns of V, and one of the rest
     rest = width - v_width
     kept = min(config.q_boxes_in_registers, v_groups - 1)  # the others, at least one, lie in shared memory
@@ -200,9 +218,17 @@ def _decode(
                 _, tiles = mosaic_schedule.tile_range(*visible(b))
                 pl.when((tiles == 0) & mosaic_schedule.owns_start(share, b))(lambda: write(b))
 
+        wrap = lambda at, size: jnp.where(at >= size, at - size, at)
+        origin = Place(*[jnp.int32(0)] * 3)
+
+        def step(n, tiles=1):
+            """The place of the tile that is `tiles` after the one at n."""
+            box, slot = n.box + (tiles * v_groups) % boxes, n.slot + tiles % SLOTS
+            return Place(n.number + tiles, wrap(box, boxes), wrap(slot, SLOTS))
+
         def v_box(n, g):
-            """Place in the ring of box g of the n-th tile that this block loads (a row's queries count as a tile)."""
-            return lax.rem(n * v_groups + g, boxes)
+            """Index in the ring of box g of the tile at n."""
+            return wrap(n.box + g, boxes)
 
         def destination(start, stop, tiles):
             """(whether the row is whole here, slot of its partial otherwise)."""
@@ -245,7 +271,7 @@ def _decode(
         def write_lead(index, row, last):
             """Tells the merge that the parts of `row`, or of none if -1, lie in this group and those to `last`."""
 
-            @pl.when(q_tile == 0)
+            @pl.when((q_tile == 0) & (role == _LEFT))
             def write():
                 lead_ref[index, 0], lead_ref[index, 1], lead_ref[index, 2] = row, group, last
 
@@ -283,14 +309,13 @@ def _decode(
                         else:
                             plgpu.barrier_arrive(ready)
 
-                @pl.loop(0, v_groups)
-                def v(g):
+                for g in range(v_groups):
                     at = v_box(n, g)
-                    pl.when(n * v_groups + g >= boxes)(lambda: plgpu.barrier_wait(v_free.at[at]))
+                    pl.when(n.number * v_groups + g >= boxes)(lambda at=at: plgpu.barrier_wait(v_free.at[at]))
                     fill(v_smem.at[at], pl.ds(g * GROUP, GROUP), v_ready.at[at])
 
-                slot = lax.rem(n, SLOTS)
-                pl.when(n >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
+                slot = n.slot
+                pl.when(n.number >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
                 fill(rest_smem.at[slot], pl.ds(v_width, rest), rest_ready.at[slot])
 
             def segment(b, start, stop, first_tile, tiles, n):
@@ -308,13 +333,13 @@ def _decode(
                     n, blocks = carry
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
                     load_tile(n, [pool_ref.at[block, pl.ds(row, load_rows)] for block in blocks], load_rows)
-                    return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
+                    return step(n), blocks_of(jnp.minimum(i + 1, stop - 1))
 
                 load_tile(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
-                n, _ = lax.fori_loop(start, stop, one, (n + 1, blocks_of(start)))
+                n, _ = lax.fori_loop(start, stop, one, (step(n), blocks_of(start)))
                 return n
 
-            for_segments(share, segment, jnp.int32(0))
+            for_segments(share, segment, origin)
 
         @pl.when(role == _SCORES)
         def scores():
@@ -324,7 +349,6 @@ def _decode(
             def segment(b, start, stop, first_tile, tiles, n):
                 kv_first, kv_stop = visible(b)
                 q_position = (range_refs[1][b] - s_q) if q_start is None else range_refs[2][b]
-                q_slot = lax.rem(n, SLOTS)
                 q_kept = []
                 for g in range(v_groups):
                     at = v_box(n, g)
@@ -334,17 +358,16 @@ def _decode(
                         q_kept.append(value)
                     else:
                         q_v_smem[g - kept] = value
-                plgpu.barrier_wait(rest_ready.at[q_slot])
-                q_rest_smem[...] = plgpu.load(rest_smem.at[q_slot], layout=_ACC)
+                plgpu.barrier_wait(rest_ready.at[n.slot])
+                q_rest_smem[...] = plgpu.load(rest_smem.at[n.slot], layout=_ACC)
                 plgpu.commit_smem()
                 for g in range(v_groups):
                     plgpu.barrier_arrive(v_free.at[v_box(n, g)])
                 for _ in range(2):  # for the two warpgroups that have no use for q
-                    plgpu.barrier_arrive(rest_free.at[q_slot])
+                    plgpu.barrier_arrive(rest_free.at[n.slot])
 
                 def one(i, carry):
                     peak, total, n = carry
-                    slot = lax.rem(n, SLOTS)
                     position = (first_tile + i) * TILE
 
                     def product(s_ref):
@@ -354,8 +377,8 @@ def _decode(
                                 plgpu.barrier_wait(v_ready.at[at])
                                 queries_, k = q_kept[g] if g < kept else q_v_smem.at[g - kept], v_smem.at[at]
                             else:
-                                plgpu.barrier_wait(rest_ready.at[slot])
-                                queries_, k = q_rest_smem, rest_smem.at[slot]
+                                plgpu.barrier_wait(rest_ready.at[n.slot])
+                                queries_, k = q_rest_smem, rest_smem.at[n.slot]
                             plgpu.wgmma(s_ref, queries_, k.transpose((1, 0)))
                         return s_ref[...]
 
@@ -377,14 +400,14 @@ def _decode(
                     new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
                     decay = jnp.exp2((peak - new_peak) * to_log2)
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                    rest_smem[slot] = p.astype(jnp.bfloat16)  # those columns of K are no longer needed
-                    factor_smem[slot] = decay
+                    rest_smem[n.slot] = p.astype(jnp.bfloat16)  # those columns of K are no longer needed
+                    factor_smem[n.slot] = decay
                     plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_ready.at[slot])
-                    return new_peak, total * decay + p.sum(axis=1), n + 1
+                    plgpu.barrier_arrive(p_ready.at[n.slot])
+                    return new_peak, total * decay + p.sum(axis=1), step(n)
 
                 peak, total, n = lax.fori_loop(
-                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), n + 1)
+                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), step(n))
                 )
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
@@ -408,7 +431,7 @@ def _decode(
 
                 return n
 
-            for_segments(share, segment, jnp.int32(0))
+            for_segments(share, segment, origin)
 
         @pl.when(role >= _LEFT)
         def values():
@@ -437,47 +460,72 @@ def _decode(
             for_empty_rows(share, empty)
             plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
+            def send(values, n, ref, row):
+                """Stores the live rows of values [M, GROUP] by way of the boxes of tile n, which must be free."""
+                if not staged:
+                    for c, value in enumerate(values):
+                        store_rows(ref, value, row, live_rows, column + c * GROUP)
+                    return
+                for c, value in enumerate(values):
+                    v_smem[v_box(n, first_box + c)] = value
+                plgpu.commit_smem()
+                for height in {min(M, queries), queries % M or M}:
+
+                    @pl.loop(0, jnp.where(live_rows == height, half // GROUP, 0))
+                    def copy(c, height=height):
+                        plgpu.copy_smem_to_gmem(
+                            v_smem.at[v_box(n, first_box + c), pl.ds(0, height)],
+                            ref.at[pl.ds(row, height), pl.ds(column + c * GROUP, GROUP)],
+                        )
+
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
             def segment(b, start, stop, first_tile, tiles, n):
                 if leads_by_row:
                     last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
                     pl.when(start == 0)(lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last))
 
-                def one(_, carry):
+                def free(n):
+                    for c in range(half // GROUP):
+                        plgpu.barrier_arrive(v_free.at[v_box(n, first_box + c)])
+
+                def one(i, carry):
                     *accs, n = carry
-                    slot = lax.rem(n, SLOTS)
+                    slot = n.slot
                     plgpu.barrier_wait(p_ready.at[slot])
                     decay = plgpu.load(factor_smem.at[slot], layout=_ROWS)
                     accs = rescale(accs, decay)
                     boxes_here = [v_smem.at[v_box(n, first_box + c)] for c in range(half // GROUP)]
                     accs = add_products(accs, rest_smem.at[slot], boxes_here)
-                    for c in range(half // GROUP):
-                        plgpu.barrier_arrive(v_free.at[v_box(n, first_box + c)])
                     plgpu.barrier_arrive(rest_free.at[slot])
-                    return *accs, n + 1
+                    pl.when(i < stop - 1)(lambda: free(n))
+                    return *accs, step(n)
 
                 *accs, n = lax.fori_loop(
-                    start, stop, one, (*[full((M, GROUP), 0, _ACC)] * (half // GROUP), n + 1)
+                    start, stop, one, (*[full((M, GROUP), 0, _ACC)] * (half // GROUP), step(n))
                 )
                 plgpu.barrier_wait(end_ready)
                 inverse = plgpu.load(inverse_smem, layout=_ROWS)
                 accs = [acc * across(inverse, acc) for acc in accs]
                 plgpu.barrier_arrive(end_free)
                 whole, slot = destination(start, stop, tiles)
+                row, part_row = b * queries + q_tile * M, slot * queries + q_tile * M
+                if staged:
+                    sync_warpgroup()  # every warp is done with V of the last tile: its place serves the way out
 
                 @pl.when(whole)
                 def final():
-                    for c, acc in enumerate(accs):
-                        row = b * queries + q_tile * M
-                        store_rows(out_ref, acc.astype(jnp.bfloat16), row, live_rows, column + c * GROUP)
+                    send([acc.astype(jnp.bfloat16) for acc in accs], step(n, -1), out_ref, row)
 
                 @pl.when(jnp.logical_not(whole))
                 def partial_():
-                    for c, acc in enumerate(accs):
-                        store_rows(part_ref, acc, slot * queries + q_tile * M, live_rows, column + c * GROUP)
+                    send([upper_half(acc) for acc in accs], step(n, -1), part_ref.at[0], part_row)
+                    send([lower_half(acc) for acc in accs], step(n, -1), part_ref.at[1], part_row)
 
+                free(step(n, -1))
                 return n
 
-            for_segments(share, segment, jnp.int32(0))
+            for_segments(share, segment, origin)
 
     array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
     call = plgpu.kernel(
@@ -485,7 +533,7 @@ def _decode(
         out_type=[
             array((rows * queries, v_width), jnp.bfloat16),
             array((rows * queries,), jnp.float32),
-            array((2 * groups * queries, v_width), jnp.float32),
+            array((2, 2 * groups * queries, v_width), jnp.bfloat16),
             array((2 * groups * queries,), jnp.float32),
             array((rows if leads_by_row else groups, 3), jnp.int32),
         ],

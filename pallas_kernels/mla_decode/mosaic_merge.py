@@ -16,7 +16,7 @@ _LINES = 4
 def merge(
     out: BFloat16[Array, "rows_queries v_width"],
     lse: Float32[Array, " rows_queries"],
-    part: Float32[Array, "slots_queries v_width"],
+    part: Float32[Array, "slots_queries v_width"] | BFloat16[Array, "2 slots_queries v_width"],
     part_lse: Float32[Array, " slots_queries"],
     leads: Int32[Array, "leads 3"],
     *,
@@ -26,9 +26,10 @@ def merge(
     """Returns out and lse with the cut rows written; the others stay as they are.
 
     A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
-    slots first + 1 to last, `queries` lines each. `part_lse` is in base 2, -inf for a line that saw nothing.
+    slots first + 1 to last, `queries` lines each, in f32 or as two bf16 arrays to add. `part_lse` is in base 2, -inf for a
+    line that saw nothing.
     """
-    v_width = part.shape[1]
+    v_width = part.shape[-1]
     if groups == 1:
         return out, lse
     # As many lines as fill whole registers of a warpgroup are merged side by side.
@@ -38,7 +39,7 @@ def merge(
             f"lines of {v_width} are merged {abreast} at a time, which does not divide {queries} a row"
         )
     width, queries = abreast * v_width, queries // abreast
-    out_shape, out, part = out.shape, out.reshape(-1, width), part.reshape(-1, width)
+    out_shape, out, part = out.shape, out.reshape(-1, width), part.reshape(*part.shape[:-2], -1, width)
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
     # A batch of few rows can be cut into many parts a row: there the warpgroups of a block share a line, many parts in
     # flight each. In a larger batch most cut rows have two parts, and a warpgroup alone takes some lines at once.
@@ -64,6 +65,8 @@ def merge(
                 spread = jnp.where(line == i, factor, spread)
             return spread
 
+        summands = [part_ref] if part.ndim == 2 else [part_ref.at[0], part_ref.at[1]]
+
         def add_parts(i, carry):
             at = [wg + (i * unroll + u) * threads for u in range(unroll)]
             safe = [jnp.minimum(a, count - 1) for a in at]
@@ -72,7 +75,7 @@ def merge(
                 [
                     (
                         [part_lse_ref[(s * queries + line) * abreast + j] for j in range(abreast)],
-                        plgpu.load(part_ref.at[s * queries + line], layout=layout),
+                        [plgpu.load(ref.at[s * queries + line], layout=layout) for ref in summands],
                     )
                     for s in slots
                 ]
@@ -90,7 +93,9 @@ def merge(
                 decays = [jnp.exp2(old - new) for old, new in zip(peaks, new_peaks, strict=True)]
                 totals = [total * decay for total, decay in zip(totals, decays, strict=True)]
                 acc = acc * over_lines(decays)
-                for part_logs, (_, value) in zip(logs, parts, strict=True):
+                for part_logs, (_, values) in zip(logs, parts, strict=True):
+                    value, *low = (x.astype(jnp.float32) for x in values)
+                    value = value + low[0] if low else value
                     weights = [jnp.exp2(log - peak) for log, peak in zip(part_logs, new_peaks, strict=True)]
                     totals = [total + weight for total, weight in zip(totals, weights, strict=True)]
                     acc = acc + value * over_lines(weights)

@@ -128,3 +128,47 @@ def _emit_store_rows(ref, values, first_row, rows, column, skipped):
             for offset, register in registers:
                 llvm.store(register, mgpu.utils.getelementptr(pointer, [offset], element))
             scf.yield_([])
+
+
+def upper_half(values):
+    """f32 [64, n] cut to bf16 (towards zero), in the WGMMA layout."""
+    return _halves(values, _emit_upper)
+
+
+def lower_half(values):
+    """What `upper_half` leaves of f32 [64, n], rounded to bf16: the sum of both has 16 bits of mantissa."""
+    return _halves(values, _emit_lower)
+
+
+def _halves(values, emit):
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(values.shape, jnp.bfloat16, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def convert(_, values):
+        pair = ir.VectorType.get((2,), ir.BF16Type.get())
+        registers = [
+            mgpu.utils.bitcast(emit(*(llvm.extractelement(register, _constant(i)) for i in range(2))), pair)
+            for register in values.registers.flat
+        ]
+        return FragmentedArray(
+            _registers=np.array(registers, dtype=object).reshape(values.registers.shape),
+            _layout=values.layout,
+            _is_signed=None,
+        )
+
+    return convert(values)
+
+
+# Both work on bits, so that the compiler finds nothing common that it would keep in registers from one to the other.
+def _emit_upper(first, second):
+    i32 = ir.IntegerType.get_signless(32)
+    words = [arith.bitcast(i32, x) for x in (first, second)]
+    return llvm.inline_asm(i32, words, "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r")
+
+
+def _emit_lower(first, second):
+    i32 = ir.IntegerType.get_signless(32)
+    cut = lambda x: arith.bitcast(x.type, arith.andi(arith.bitcast(i32, x), _constant(-65536)))
+    rests = [arith.subf(x, cut(x)) for x in (second, first)]  # the first operand goes to the upper half
+    return llvm.inline_asm(i32, rests, "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")

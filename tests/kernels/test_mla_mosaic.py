@@ -79,6 +79,18 @@ def test_fits_the_gpu(rows, heads, options):
 
 @pytest.mark.deviceless
 @requires_plugin
+@pytest.mark.parametrize("heads", [32, 128])
+def test_products_run_side_by_side(heads, tmp_path, monkeypatch):
+    """For want of registers, or in a branch that it takes for divergent, ptxas waits after each WGMMA: a third slower."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    compiled(64, heads)
+    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    assert any("Used 128 registers" in report for report in reports)
+    assert not any("serialized" in report for report in reports)
+
+
+@pytest.mark.deviceless
+@requires_plugin
 def test_copies_no_pool():
     temps = [
         compiled(4, 16, pool_blocks=blocks).temp_bytes for blocks in (50_000, 1_400_000)
