@@ -4,7 +4,8 @@
     python -m tools.make_golden_gemma4
 
 gemma4 has all that E2B has (per-layer inputs, layers that read another layer's cache, wider MLPs there), gemma4_plain what
-the dense larger models have (keys that serve as values in full attention, fewer KV heads there).
+the dense larger models have (keys that serve as values in full attention, fewer KV heads there), gemma4_moe the experts of
+26B-A4B.
 """
 
 from __future__ import annotations
@@ -47,11 +48,21 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_global_key_value_heads": 1,
         "hidden_size_per_layer_input": 0,
     },
+    "gemma4_moe": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    },
 }
 
 
 def special(name: str, noise: torch.Tensor) -> torch.Tensor | None:
-    if "norm" in name:
+    if "norm" in name or name.endswith(("router.scale", "per_expert_scale")):
         return 1 + 0.2 * noise
     if name.endswith(
         "embed_tokens.weight"

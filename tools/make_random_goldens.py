@@ -152,7 +152,8 @@ def gpt_oss(rng: np.random.Generator) -> Sampled:
 
 
 def gemma4(rng: np.random.Generator) -> Sampled:
-    """Ends in a full layer; caches are shared where both kinds come early enough."""
+    """Ends in a full layer; caches are shared where both kinds come early enough. Half of them have experts."""
+    more = rng.spawn(1)[0]
     pick = lambda *values: values[rng.integers(len(values))]
     types = [pick("sliding_attention", "full_attention") for _ in range(pick(0, 1, 3))] + ["full_attention"]
     shared = pick(0, 1, 2)
@@ -179,6 +180,10 @@ def gemma4(rng: np.random.Generator) -> Sampled:
         vocab_size_per_layer_input=VOCAB,
         final_logit_softcapping=pick(None, 10.0),
         max_position_embeddings=1024,
+        enable_moe_block=bool(more.integers(2)),
+        num_experts=int(more.integers(4, 8)),
+        top_k_experts=int(more.integers(1, 4)),
+        moe_intermediate_size=int(more.choice([8, 12])),
     )
     return transformers.Gemma4ForCausalLM(config), make_golden_gemma4.special, lambda m: m.model.layers
 

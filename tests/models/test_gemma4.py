@@ -19,7 +19,7 @@ from ukv_jax.models.decoder import cache_spec
 from ukv_jax.models.families import FAMILIES
 from ukv_jax.models.weights import abstract_params, load_model
 
-MODELS, PAGE = ("gemma4", "gemma4_plain"), 16
+MODELS, PAGE = ("gemma4", "gemma4_plain", "gemma4_moe"), 16
 CACHES = parity.caches(PAGE)
 RUNS = [(m, c) for m in MODELS for c in CACHES if m == "gemma4" or c == "dense"]
 run = cache(lambda model, kind: parity.run(model, CACHES[kind]))
@@ -98,6 +98,24 @@ def test_the_published_e2b_config(tmp_path):
     assert 4.6e9 < total < 5.1e9
 
 
+def test_the_published_26b_a4b_config(tmp_path):
+    """Experts beside the dense MLP of every layer; its sizes as google/gemma-4-26B-A4B has them."""
+    text = GEMMA_E2B["text_config"] | {
+        "hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "num_global_key_value_heads": 2, "attention_k_eq_v": True, "sliding_window": 1024,
+        "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5, "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision",
+        "enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704,
+        "max_position_embeddings": 262144,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(GEMMA_E2B | {"text_config": text}))
+    config = load_config(tmp_path)
+    assert config.mlps == ("dense_moe",) * 30
+    assert (config.gqa.num_kv_heads, config.gqa.head_dim, config.swa.num_kv_heads) == (2, 512, 8)
+    sizes = [x.size for x in jax.tree.leaves(abstract_params(config))]
+    assert round(sum(sizes) / 1e9, 1) == 25.2  # the model card's total
+
+
 @pytest.fixture
 def published(tmp_path):
     """The tiny checkpoint as a multimodal one: nested config, other prefix, vision beside it, idle projections."""
@@ -144,7 +162,7 @@ def test_a_multimodal_checkpoint_gives_the_text_model(published):
     "changes, message",
     [
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu' is not implemented"),
-        ({"enable_moe_block": True}, "enable_moe_block = True is not implemented"),
+        ({"enable_moe_block": True}, "num_experts must be an integer above 0, found None"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all' is not implemented"),
         (
             {"layer_types": ["full_attention", "sliding_attention"] * 3},

@@ -125,7 +125,7 @@ class MoEConfig:
     """Routed experts, optional expert groups, and shared experts.
 
     group_rank: what a group of experts is ranked by, the sum of its two best scores or its best score. clamp: gain and
-    limit of gpt-oss's gated activation (`layers.clamped_product`); None is silu(gate) * up. shared_sink: the router
+    limit of gpt-oss's gated activation (`layers.clamped_product`); None is activation(gate) * up. shared_sink: the router
     scores the shared experts too, and their scores join the sum that the chosen ones' are divided by.
     """
 
@@ -140,6 +140,7 @@ class MoEConfig:
     score_function: Literal["sigmoid", "softmax"] = "sigmoid"
     group_rank: Literal["top2", "max"] = "top2"
     clamp: tuple[float, float] | None = None
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     shared_sink: bool = False
 
     @property

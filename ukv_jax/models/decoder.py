@@ -118,7 +118,10 @@ def run_layers(
         h, cache = _after(h, layer, "mixer", config, i, cache)
         x = x + h
         h = rms_norm(x, layer["mlp_norm"], config.rms_norm_eps)
-        if config.mlps[i] == "dense":
+        if config.mlps[i] == "moe":
+            assert config.moe is not None
+            h = moe.apply(layer["mlp"], config.moe, h, valid, experts)
+        else:
             h = gated_mlp(
                 h,
                 layer["mlp"]["gate_up"],
@@ -127,9 +130,9 @@ def run_layers(
                 gate_multiplier=scale.mlp_gate,
             )
             h = h * layer["mlp"].get("scale", scale.mlp_out)
-        else:
+        if config.mlps[i] == "dense_moe":
             assert config.moe is not None
-            h = moe.apply(layer["mlp"], config.moe, h, valid, experts)
+            h = moe.beside_dense(layer["mlp"], config.moe, config.rms_norm_eps, x, h, valid, experts)
         h, cache = _after(h, layer, "mlp", config, i, cache)
         x = x + h
         if extra is not None:

@@ -16,7 +16,7 @@ from jaxtyping import Array
 
 from pallas_kernels import device
 from pallas_kernels.grouped_matmul import group_rows, grouped_matmul
-from ukv_jax.models.layers import silu_product
+from ukv_jax.models.layers import gated_product
 
 ExpertsFn = Callable[..., Array]
 
@@ -24,7 +24,7 @@ ExpertsFn = Callable[..., Array]
 class Options(NamedTuple):
     """product: (gate, up) -> the gated activation. Biases [experts, 2 * size] and [experts, hidden], or none."""
 
-    product: Callable[[Array, Array], Array] = silu_product
+    product: Callable[[Array, Array], Array] = gated_product
     gate_up_bias: Array | None = None
     down_bias: Array | None = None
 

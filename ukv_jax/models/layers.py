@@ -51,11 +51,11 @@ def gated_mlp(
     return linear(inner if inner_weights is None else inner * inner_weights, down)
 
 
-def silu_product(
-    gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"]
+def gated_product(
+    gate: Float[Array, "*batch width"], up: Float[Array, "*batch width"], activation: str = "silu"
 ) -> Float[Array, "*batch width"]:
-    """The gated activation of most models: silu(gate) * up."""
-    return jax.nn.silu(gate) * up
+    """The gated activation of most models: activation(gate) * up, activation a key of ACTIVATIONS."""
+    return ACTIVATIONS[activation](gate) * up
 
 
 def clamped_product(

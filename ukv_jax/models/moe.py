@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from ukv_jax.models.config import MoEConfig
 from ukv_jax.models.experts import EXPERTS, Options, preferred
-from ukv_jax.models.layers import clamped_product, gated_mlp, linear, silu_product
+from ukv_jax.models.layers import clamped_product, gated_mlp, gated_product, linear, rms_norm
 
 
 def route(
@@ -58,9 +58,10 @@ def apply(
     x: Float[Array, "rows tokens hidden"],
     valid: Bool[Array, "rows tokens"],
     experts: str | None = None,
+    router_input: Float[Array, "rows tokens hidden"] | None = None,
 ) -> Float[Array, "rows tokens hidden"]:
     """Routed experts plus shared experts. Padded tokens are given to no expert. experts: an implementation by name, or
-    None for the one preferred on the device at hand."""
+    None for the one preferred on the device at hand. router_input: what the router sees, if not x."""
     if experts is None:
         experts = preferred(x.shape[0] * x.shape[1] * config.experts_per_token)
     if experts not in EXPERTS:
@@ -68,9 +69,12 @@ def apply(
     flat = x.reshape(-1, x.shape[-1])
     biases = params.get("router_bias"), params.get("router_logit_bias")
     scale = params.get("router_scale", 1.0)
-    chosen, weights, shared_weights = route(flat, params["router"], biases[0], config, biases[1], scale)
+    seen = flat if router_input is None else router_input.reshape(flat.shape)
+    chosen, weights, shared_weights = route(seen, params["router"], biases[0], config, biases[1], scale)
+    if "expert_scale" in params:
+        weights = weights * params["expert_scale"][chosen]
     chosen = jnp.where(valid.reshape(-1, 1), chosen, config.num_experts)
-    product = silu_product
+    product = partial(gated_product, activation=config.activation)
     if config.clamp is not None:
         product = partial(clamped_product, gain=config.clamp[0], limit=config.clamp[1])
     options = Options(product, params.get("experts_gate_up_bias"), params.get("experts_down_bias"))
@@ -87,3 +91,26 @@ def apply(
             shared = shared * jax.nn.sigmoid(linear(x, params["shared_gate"]))
         out = out + shared
     return out
+
+
+def beside_dense(
+    params: dict[str, Array],
+    config: MoEConfig,
+    eps: float,
+    x: Float[Array, "rows tokens hidden"],
+    dense: Float[Array, "rows tokens hidden"],
+    valid: Bool[Array, "rows tokens"],
+    experts: str | None = None,
+) -> Float[Array, "rows tokens hidden"]:
+    """Experts on the hidden state x, added to what a dense MLP made of it, each behind a norm of its own (gemma-4
+    26B-A4B). Router and experts get x through different norms."""
+    routed = apply(
+        params,
+        config,
+        rms_norm(x, params["experts_norm"], eps),
+        valid,
+        experts,
+        router_input=rms_norm(x, params["router_norm"], eps),
+    )
+    dense = rms_norm(dense, params["dense_post_norm"], eps)
+    return dense + rms_norm(routed, params["experts_post_norm"], eps)

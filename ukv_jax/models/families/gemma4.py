@@ -1,6 +1,6 @@
 """gemma-4, the text model: sliding-window layers with a full one after every few, whose heads are wider.
 
-Field and tensor names are those of google/gemma-4-E2B and its larger dense siblings, as transformers (5.24,
+Field and tensor names are those of google/gemma-4-E2B and its larger siblings, as transformers (5.24,
 models/gemma4) has them. A published checkpoint is a multimodal one: the text model's fields are under text_config and its
 tensors under model.language_model; vision and audio are left alone. Text alone, saved on its own, is read too. Layers
 without keys and values of their own (num_kv_shared_layers) read the cache of the last earlier layer of their kind.
@@ -10,19 +10,30 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from ukv_jax.models.config import (
     INERT_FIELDS,
     ConfigReader,
     GQAConfig,
     ModelConfig,
+    MoEConfig,
     Multipliers,
     read_dtype,
     token_ids,
 )
-from ukv_jax.models.families.common import Path, check_heads, gated, layer_kinds, or_on_its_own, whole
+from ukv_jax.models.families.common import (
+    Path,
+    check_groups,
+    check_heads,
+    gated,
+    layer_kinds,
+    or_on_its_own,
+    whole,
+)
 from ukv_jax.models.families.family import Family
 from ukv_jax.models.rope import read_rope
-from ukv_jax.models.weights import Tensor
+from ukv_jax.models.weights import Place, Tensor
 
 MIXER_OF_LAYER_TYPE = {"sliding_attention": "swa", "full_attention": "gqa"}
 PREFIX = "model.language_model"
@@ -51,8 +62,8 @@ def read_config(top: ConfigReader) -> ModelConfig:
             f"kinds {sorted(lacking)}"
         )
     reader.only("hidden_activation", "gelu_pytorch_tanh")
-    reader.only("enable_moe_block", False)
-    reader.inert(("num_experts", "top_k_experts", "moe_intermediate_size"))  # of that block
+    moe = _moe(reader) if reader.get("enable_moe_block", default=False) else None
+    reader.inert(("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size"))
     reader.only("use_bidirectional_attention", "vision")  # text is causal then too
     width = reader.get("hidden_size_per_layer_input", default=256)
     cap = reader.get("final_logit_softcapping")
@@ -63,7 +74,7 @@ def read_config(top: ConfigReader) -> ModelConfig:
         intermediate_size=reader.positive("intermediate_size"),
         rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-6)),
         mixers=mixers,
-        mlps=("dense",) * layers,
+        mlps=("dense_moe" if moe else "dense",) * layers,
         dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") else top),
         max_position=reader.positive("max_position_embeddings"),
         eos_token_ids=token_ids(reader.get("eos_token_id")),
@@ -72,6 +83,7 @@ def read_config(top: ConfigReader) -> ModelConfig:
         tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=True)),
         gqa=full,
         swa=swa,
+        moe=moe,
         multipliers=Multipliers(embedding=hidden**0.5),
         activation="gelu_tanh",
         final_logit_cap=None if cap is None else float(cap),
@@ -86,6 +98,22 @@ def read_config(top: ConfigReader) -> ModelConfig:
         top.only("tie_word_embeddings", config.tie_word_embeddings)
         reader.finish()
     return config
+
+
+def _moe(reader: ConfigReader) -> MoEConfig:
+    return check_groups(
+        reader,
+        MoEConfig(
+            num_experts=reader.positive("num_experts"),
+            experts_per_token=reader.positive("top_k_experts"),
+            intermediate_size=reader.positive("moe_intermediate_size", "expert_intermediate_size"),
+            num_shared_experts=0,
+            renormalize=True,
+            scaling_factor=1.0,
+            score_function="softmax",
+            activation="gelu_tanh",
+        ),
+    )
 
 
 def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
@@ -188,6 +216,8 @@ def _layer(config: ModelConfig, i: int) -> list[Tensor]:
     out += _attention_tensors(attention, hidden, f"{name}.self_attn", (*path, "mixer"), shared)
     size = config.intermediate_size * (config.shared_mlp_factor if shared else 1)
     out += gated(f"{name}.mlp", (*path, "mlp"), "gate_up", "down", hidden, size)
+    if config.moe is not None:
+        out += _experts(config.moe, hidden, name, (*path, "mlp"))
     if width:
         extra = (*path, "per_layer")
         out += [
@@ -196,6 +226,26 @@ def _layer(config: ModelConfig, i: int) -> list[Tensor]:
             whole(f"{name}.post_per_layer_input_norm.weight", (*extra, "norm"), (hidden,)),
         ]
     return out
+
+
+def _experts(config: MoEConfig, hidden: int, name: str, path: Path) -> list[Tensor]:
+    """Experts beside the dense MLP of a layer. The router's input is normalised, scaled by its weight and by
+    hidden^-0.5: both make the weight of one norm."""
+    count, size = config.num_experts, config.intermediate_size
+    norms = {
+        "pre_feedforward_layernorm_2": "experts_norm",
+        "post_feedforward_layernorm_1": "dense_post_norm",
+        "post_feedforward_layernorm_2": "experts_post_norm",
+    }
+    router_norm = Place((*path, "router_norm"), (hidden,), view=lambda x: x.astype(np.float32) * hidden**-0.5)
+    return [
+        *(whole(f"{name}.{norm}.weight", (*path, to), (hidden,)) for norm, to in norms.items()),
+        Tensor(f"{name}.router.scale", (hidden,), (router_norm,), float32=True),
+        whole(f"{name}.router.proj.weight", (*path, "router"), (count, hidden), float32=True),
+        whole(f"{name}.router.per_expert_scale", (*path, "expert_scale"), (count,), float32=True),
+        whole(f"{name}.experts.gate_up_proj", (*path, "experts_gate_up"), (count, 2 * size, hidden)),
+        whole(f"{name}.experts.down_proj", (*path, "experts_down"), (count, hidden, size)),
+    ]
 
 
 def _attention_tensors(config: GQAConfig, hidden: int, name: str, path: Path, shared: bool) -> list[Tensor]:
