@@ -27,12 +27,14 @@ def add_bias(scores, bias_ref, line, rows, distance, first_query_row, *, sharing
 
     @plgpu.inline_mgpu(arg_types=(_ACC, plgpu.RefType(), *[_SCALAR] * 5), return_type=result)
     def add(_, scores, bias_ref, *scalars):
-        return _emit(scores, bias_ref, *(s.registers.item() for s in scalars), sharing, unit)
+        values = [scalar.registers.item() for scalar in scalars]
+        return _emit(scores, bias_ref, values, sharing, unit)
 
     return add(scores, bias_ref, *(jnp.int32(x) for x in (line, *rows, distance, first_query_row)))
 
 
-def _emit(scores, bias_ref, line, first_row, end_row, distance, first_query_row, sharing, unit):
+def _emit(scores, bias_ref, scalars, sharing, unit):
+    line, first_row, end_row, distance, first_query_row = scalars
     i32, i64, f32 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64), ir.F32Type.get()
     const = lambda value, ty=i32: arith.constant(ty, ir.IntegerAttr.get(ty, value))
     below = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)

@@ -95,9 +95,9 @@ def add_bias(monkeypatch):
             at = places[index]
             registers[index] = np.stack([scores[at[0], at[1]], scores[at[0], at[1] + 1]], axis=1)
         fragmented = SimpleNamespace(registers=registers, shape=SHAPE, layout=WGMMA_LAYOUT)
-        scalars = (threads(np.int32(x)) for x in (line, first_row, end_row, distance, first_query_row))
+        scalars = [threads(np.int32(x)) for x in (line, first_row, end_row, distance, first_query_row)]
         ref = SimpleNamespace(type=bias.shape)
-        got = mosaic_bias._emit(fragmented, ref, *scalars, sharing, unit)
+        got = mosaic_bias._emit(fragmented, ref, scalars, sharing, unit)
         out = np.full(SHAPE, np.nan, np.float32)
         for index, (r, c) in places.items():
             out[r, c], out[r, c + 1] = got[index][:, 0], got[index][:, 1]
