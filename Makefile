@@ -62,7 +62,7 @@ notebook: venv
 # Runs in the environment at hand, which has a CUDA jaxlib: results go to bench/results beside the committed ones.
 gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -m gpu
-	for name in index move mla mla_prefill experts state step; do \
+	for name in index move mla mla_prefill gqa experts state step; do \
 		python3 -m bench $$name --json bench/results/$$name.json || exit 1; \
 	done
 
