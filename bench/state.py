@@ -45,9 +45,9 @@ class Case:
 
 def _delta(key_heads: int, heads: int, depth: int, width: int, channels: int) -> Inputs:
     def make(normal, rows):
-        qkv = normal(rows, 2 * key_heads * depth + heads * width).astype(jnp.bfloat16)
-        g = -jnp.abs(normal(rows, heads, channels)) * 0.1
-        return qkv, g, jax.nn.sigmoid(normal(rows, heads))
+        shapes = (rows, 2 * key_heads * depth + heads * width), (rows, heads, channels), (rows, heads)
+        computed = (normal(*shape).astype(jnp.bfloat16) for shape in shapes)
+        return *computed, normal(heads) * 0.1, normal(heads, channels) - 3
 
     return make
 
@@ -99,10 +99,11 @@ def bench(name: str, case: Case, rows: int, iters: int, peers) -> dict[str, Any]
         stride //= 20
     slots = np.random.default_rng(rows).choice(np.arange(1, total // (stride * size)), rows, replace=False)
     slots_on_card = jnp.asarray(slots, jnp.int32)
-    blocks = StateBlocks(2 * case.pieces if 3 * case.pieces <= stride else 0, stride, 1, case.dtype)
+    first = 2 * case.pieces if 3 * case.pieces <= stride else 0
+    blocks = StateBlocks(jnp.int32(first), stride, 1, case.dtype)
     keys = iter(jax.random.split(jax.random.key(rows), 16))
     inputs = case.inputs(lambda *shape: jax.random.normal(next(keys), shape, jnp.float32), rows)
-    index = slots[:, None] * stride + int(blocks.first) + np.arange(case.pieces)
+    index = slots[:, None] * stride + first + np.arange(case.pieces)
     pool = {"buffer": jax.jit(partial(_fill, total, case.dtype))()}
     view = jax.jit(partial(_gather, dtype=case.dtype, piece=case.piece))
     candidates = {}
@@ -136,7 +137,7 @@ def bench(name: str, case: Case, rows: int, iters: int, peers) -> dict[str, Any]
 
     candidates["update"] = in_place
     if peers is not None and case.peers:
-        candidates |= _sglang(peers, rows, case, pool, slots_on_card, blocks)
+        candidates |= _sglang(peers, inputs, case)
     times = timing.flat(timing.measure(candidates, iters, peers))
     for t in times.values():
         t["gb_per_s"] = round(moved / t["us"] / 1e3, 1)
@@ -144,36 +145,16 @@ def bench(name: str, case: Case, rows: int, iters: int, peers) -> dict[str, Any]
     return dict(operation="state", case=name, rows=rows, moved_bytes=moved, times=times)
 
 
-def _sglang(peers, rows, case, pool, slots, blocks) -> dict[str, Callable[[], Any]]:  # type: ignore[no-untyped-def]
-    """SGLang's kernels, which take the gates' raw inputs, and our step behind the gates as XLA makes them of the same.
-
-    They differ from ours in one more way: outputs are bfloat16. Their state lies in a pool of its own.
-    """
-    heads, (depth, width) = case.pieces, case.piece
-    keys = jax.random.split(jax.random.key(0), 5)
-    shapes = (rows, heads * (2 * depth + width)), (rows, heads * depth), (rows, heads)
-    raw = [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes)]
-    a_log, dt_bias = (jax.random.normal(k, s) for k, s in zip(keys[3:], ((heads,), (heads * depth,))))
-
-    def gated(buffer, slots, blocks, qkv, a, b):
-        f = (a.astype(jnp.float32) + dt_bias).reshape(rows, heads, depth)
-        g = -jnp.exp(a_log)[:, None] * jax.nn.softplus(f)
-        beta = jax.nn.sigmoid(b.astype(jnp.float32))
-        return delta_step(buffer, slots, blocks, qkv, g, beta, piece=case.piece, implementation="mosaic")
-
-    step = jax.jit(gated, donate_argnums=0)
-
-    def call():
-        pool["buffer"], out = step(pool["buffer"], slots, blocks, *raw)
-        return out
-
-    theirs = [peers.as_torch(x) for x in (*raw, a_log, dt_bias)]
-    state = peers.as_torch(jax.random.normal(jax.random.key(1), (rows + 3, heads, width, depth)))
-    own_slots = peers.as_torch(np.random.default_rng(0).permutation(rows + 3)[:rows].astype(np.int32))
+def _sglang(peers, inputs: tuple[jax.Array, ...], case: Case) -> dict[str, Callable[[], Any]]:  # type: ignore[no-untyped-def]
+    """SGLang's kernels take the same inputs as ours; their outputs are bfloat16, their state lies in a pool of its own."""
+    qkv, f, b, a_log, dt_bias = inputs
+    rows, (depth, width) = len(qkv), case.piece
+    theirs = [peers.as_torch(x) for x in (qkv, f.reshape(rows, -1), b, a_log, dt_bias.reshape(-1))]
+    state = peers.as_torch(jax.random.normal(jax.random.key(1), (rows + 3, case.pieces, width, depth)))
+    slots = peers.as_torch(np.random.default_rng(0).permutation(rows + 3)[:rows].astype(np.int32))
     return {
-        "mosaic, gates before": call,
-        "SGLang Triton": lambda: peers.sglang_kda_decode(*theirs, state, own_slots, depth**-0.5),
-        "SGLang CUDA": lambda: peers.sglang_kda_decode_cuda(*theirs, state, own_slots, depth**-0.5),
+        "SGLang Triton": lambda: peers.sglang_kda_decode(*theirs, state, slots, depth**-0.5),
+        "SGLang CUDA": lambda: peers.sglang_kda_decode_cuda(*theirs, state, slots, depth**-0.5),
     }
 
 
@@ -198,8 +179,9 @@ def _check(
     inputs = [x.astype(np.float64) for x in inputs]
     state = before.astype(np.float64)
     if case.function is delta_step:
-        qkv, g, beta = inputs
-        (rows, heads), (depth, width) = beta.shape, case.piece
+        qkv, f, b, a_log, dt_bias = inputs
+        g, beta = -np.exp(a_log)[:, None] * np.log1p(np.exp(f + dt_bias)), 1 / (1 + np.exp(-b))
+        (rows, heads), (depth, width) = b.shape, case.piece
         v = qkv[:, -heads * width :].reshape(rows, heads, width)
         q, k = qkv[:, : -heads * width].reshape(rows, 2, -1, depth).swapaxes(0, 1)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -243,7 +225,7 @@ def main(argv: list[str]) -> None:
                     f"{t['launches']} launches",
                     flush=True,
                 )
-    timing.write(options.json, timing.record("state", rows, peers))
+        timing.write(options.json, timing.record("state", rows, peers))  # a run that is cut short keeps these
 
 
 if __name__ == "__main__":

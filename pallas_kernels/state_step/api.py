@@ -41,22 +41,25 @@ def delta_step(
     slots: Int32[Array, " rows"],
     blocks: StateBlocks,
     qkv: Float[Array, "rows channels"],
-    g: Float32[Array, "rows heads #k"],
-    beta: Float32[Array, "rows heads"],
+    f: Float[Array, "rows heads #k"],
+    b: Float[Array, "rows heads"],
+    a_log: Float32[Array, " heads"],
+    dt_bias: Float32[Array, "heads #k"],
     *,
     piece: tuple[int, int],
     implementation: str | None = None,
 ) -> tuple[UInt8[Array, " total_bytes"], Float32[Array, "rows heads v"]]:
     """The gated delta rule (KDA, GDN) for one token of every row; the state of a row is read once and written once.
 
-    The arithmetic is `formulas.delta_rule`'s, in float32.
+    The arithmetic is `formulas.delta_rule`'s, in float32, gates included.
 
     Args:
       buffer: the whole byte pool, updated in place where it is donated. 100 GB and more.
       slots: physical slot of each row. A dead row changes nothing and its out is zeros.
       qkv: q and k of key_heads heads of k, then v of `heads` heads of v, side by side, float32 or bfloat16: what the
         convolution gives. q and k are made unit vectors here. Each key head serves heads / key_heads consecutive heads.
-      g: log of the decay, one for each key channel or one a head.
+      f, a_log, dt_bias: the decay is exp(-exp(a_log) softplus(f + dt_bias)), one for each key channel or one a head.
+      b: the step size is its sigmoid. f and b are float32 or bfloat16.
       piece: (k, v), the shape of a head's state.
       implementation: "mosaic" (Hopper), "xla", or None for the best that can serve on the device at hand.
 
@@ -69,11 +72,10 @@ def delta_step(
     """
     name = "delta_step"
     depth, width = piece
-    rows, heads = _shape(name, "beta", beta, 2)
-    channels = g.shape[-1] if g.ndim else 0
-    if channels not in (1, depth):
-        raise ValueError(f"{name}: g has {channels} channels, need 1 or {depth}")
-    _check(name, float32=dict(g=(g, (rows, heads, channels)), beta=(beta, (rows, heads))))
+    rows, heads = _shape(name, "b", b, 2)
+    if f.shape not in ((rows, heads, 1), (rows, heads, depth)):
+        raise ValueError(f"{name}: f has shape {list(f.shape)}, need [{rows}, {heads}, 1 or {depth}]")
+    _check(name, float32=dict(a_log=(a_log, (heads,)), dt_bias=(dt_bias, (heads, f.shape[2]))))
     key_channels = _shape(name, "qkv", qkv, 2)[1] - heads * width
     key_heads = key_channels // (2 * depth)
     if qkv.shape[0] != rows or key_heads < 1 or key_channels != 2 * key_heads * depth or heads % key_heads:
@@ -81,10 +83,11 @@ def delta_step(
             f"{name}: qkv has shape {list(qkv.shape)}, need [{rows}, {heads * width} + {2 * depth} * key heads] with "
             f"key heads that divide {heads} heads"
         )
-    _check_float(name, "qkv", qkv)
+    for label, x in (("qkv", qkv), ("f", f), ("b", b)):
+        _check_float(name, label, x)
     _check_pool(name, buffer, slots, blocks, rows, piece)
     run = implementations.run(name, DELTA, implementation)
-    return run(buffer, slots, blocks, qkv, g, beta, piece=piece)  # type: ignore[no-any-return]
+    return run(buffer, slots, blocks, qkv, f, b, a_log, dt_bias, piece=piece)  # type: ignore[no-any-return]
 
 
 def ssm_step(

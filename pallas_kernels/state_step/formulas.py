@@ -29,21 +29,34 @@ def split_qkv(
     return q * depth**-0.5, k, v.reshape(*v.shape[:-1], heads, width)
 
 
+def gates(
+    f: Float[Array, "*batch heads #k"],
+    b: Float[Array, "*batch heads"],
+    a_log: Float32[Array, " heads"],
+    dt_bias: Float32[Array, "heads #k"],
+) -> tuple[Float32[Array, "*batch heads #k"], Float32[Array, "*batch heads"]]:
+    """(log of the decay, step size) of the gated delta rule: -exp(a_log) softplus(f + dt_bias), sigmoid(b)."""
+    g = -jnp.exp(a_log)[:, None] * jax.nn.softplus(f.astype(jnp.float32) + dt_bias)
+    return g, jax.nn.sigmoid(b.astype(jnp.float32))
+
+
 def delta_rule(
     qkv: Float[Array, "rows channels"],
-    g: Float[Array, "rows heads #k"],
-    beta: Float[Array, "rows heads"],
+    f: Float[Array, "rows heads #k"],
+    b: Float[Array, "rows heads"],
+    a_log: Float32[Array, " heads"],
+    dt_bias: Float32[Array, "heads #k"],
     state: Float[Array, "rows heads k v"],
 ) -> tuple[Float[Array, "rows heads v"], Float[Array, "rows heads k v"]]:
     """The gated delta rule (arXiv 2412.06464, equation 10; arXiv 2510.26692, section 3, for a decay of each key channel):
 
         S_t = (I - beta k k^T) diag(exp(g)) S_{t-1} + beta k v^T        out = S_t^T q
 
-    with q, k and v as `split_qkv` gives them. g is the log of the decay (<= 0). Each key head serves heads / key_heads
-    consecutive heads.
+    with q, k and v as `split_qkv` gives them, g and beta as `gates`. Each key head serves heads / key_heads consecutive heads.
     """
     heads, depth, width = state.shape[1:]
     q, k, v = split_qkv(qkv, heads, (depth, width))
+    g, beta = gates(f, b, a_log, dt_bias)
     group = v.shape[1] // q.shape[1]
     if group > 1:
         q, k = (jnp.repeat(part, group, axis=1) for part in (q, k))

@@ -63,21 +63,27 @@ def delta_step(
     slots: jax.Array,
     blocks: StateBlocks,
     qkv: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    f: jax.Array,
+    b: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
     *,
     piece: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    """With D the decayed state, out = D^T q + (k . q) delta: both sums over D come from one pass, before it is changed."""
-    (rows, heads), (depth, width) = beta.shape, piece
+    """With D the decayed state, out = D^T q + (k . q) delta: both sums over D come from one pass, before it is changed.
+
+    What a head needs besides its state is made while that is on its way, by every warp the same: the unit vectors q and k
+    and the decays, which go through shared memory into the layout of a tile's rows.
+    """
+    (rows, heads), (depth, width) = b.shape, piece
     key_heads = (qkv.shape[1] - heads * width) // (2 * depth)
-    by_channel = g.shape[-1] > 1
+    by_channel = f.shape[-1] > 1
     lanes = delta_lanes(depth, width)
     columns = lanes * SUM_VECTOR
     layout, whole = tile_layout(lanes, SUM_VECTOR), vector_layout(depth)
     along_rows, along_columns = layout.reduce(1), layout.reduce(0)
 
-    def delta_step(refs: dict[str, Any]) -> None:
+    def delta_step(refs: dict[str, Any], vectors: Any) -> None:
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part") * columns
         slot, out = refs["slots"][row], refs["out"].at[row, head, pl.ds(part, columns)]
         key_head = lax.div(head, heads // key_heads)
@@ -92,19 +98,27 @@ def delta_step(
         def live() -> None:
             stored = refs["pool"].at[_block(refs, blocks, slot, head), :, pl.ds(part, columns)]
             state = _load(stored, layout)
-            q, k = _load(q_ref, whole), _load(k_ref, whole)
-            q_length, k_length = (lax.rsqrt(jnp.sum(x * x, axis=0) + UNIT_EPS) for x in (q, k))
-            q_length = q_length * depth**-0.5
-            kq = jnp.sum(k * q, axis=0) * (k_length * q_length)
-            key, query = (spread(_load(ref, along_rows), 0) for ref in (k_ref, q_ref))
+            rate = -jnp.exp(refs["a_log"][head])
             if by_channel:
-                state = state * spread(jnp.exp(_load(refs["g"].at[row, head], along_rows)), 0)
+                f = _load(refs["f"].at[row, head], whole) + _load(refs["dt_bias"].at[head], whole)
+                vectors.at[2][...] = jnp.exp(rate * _softplus(f))
             else:
-                state = state * jnp.exp(refs["g"][row, head, 0])
-            recalled = jnp.sum(state * key, axis=0) * k_length
-            read = jnp.sum(state * query, axis=0) * q_length
-            delta = (_load(v_ref, along_columns) - recalled) * refs["beta"][row, head]
-            state = state + key * spread(delta * k_length, 1)
+                f = refs["f"][row, head, 0].astype(jnp.float32) + refs["dt_bias"][head, 0]
+            q, k = (
+                x * lax.rsqrt(jnp.sum(x * x, axis=0) + UNIT_EPS)
+                for x in (_load(q_ref, whole), _load(k_ref, whole))
+            )
+            q = q * depth**-0.5
+            vectors.at[0][...], vectors.at[1][...] = q, k
+            kq = jnp.sum(k * q, axis=0)
+            beta = 1 / (1 + jnp.exp(-refs["b"][row, head].astype(jnp.float32)))
+            query, key, *decay = (
+                spread(_load(vectors.at[i], along_rows), 0) for i in range(vectors.shape[0])
+            )
+            state = state * (decay[0] if by_channel else jnp.exp(rate * _softplus(f)))
+            recalled, read = jnp.sum(state * key, axis=0), jnp.sum(state * query, axis=0)
+            delta = (_load(v_ref, along_columns) - recalled) * beta
+            state = state + key * spread(delta, 1)
             stored[...] = state.astype(stored.dtype)
             out[...] = read + delta * kq
 
@@ -116,10 +130,20 @@ def delta_step(
         slots,
         blocks,
         piece=piece,
-        inputs=dict(qkv=qkv, g=g, beta=beta),
+        inputs=dict(qkv=qkv, f=f, b=b, a_log=a_log, dt_bias=dt_bias),
         out=jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
         grid=dict(row=rows, head=heads, part=width // columns),
+        scratch=dict(vectors=plgpu.SMEM((3 if by_channel else 2, depth), jnp.float32)),
     )
+
+
+def _softplus(x: jax.Array) -> jax.Array:
+    """log(1 + exp(x)), as exact for large -x as log1p makes it: what log makes of the rounded sum is scaled back."""
+    small = jnp.exp(-jnp.abs(x))
+    total = 1 + small
+    exact = total == 1
+    log = jnp.where(exact, small, jnp.log(total) * (small / jnp.where(exact, 1.0, total - 1)))
+    return jnp.maximum(x, 0) + log
 
 
 def ssm_step(
@@ -232,6 +256,7 @@ def _launch(
     inputs: dict[str, Any],
     out: jax.ShapeDtypeStruct,
     grid: dict[str, int],
+    scratch: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     dtype = np.dtype(blocks.dtype)
     pool = lax.bitcast_convert_type(buffer.reshape(-1, dtype.itemsize), dtype).reshape(-1, *piece)
@@ -242,6 +267,7 @@ def _launch(
         in_place=dict(pool=pool),
         outputs=dict(out=out),
         grid=grid,
+        scratch=scratch,
     )
     return lax.bitcast_convert_type(made["pool"], jnp.uint8).reshape(-1), made["out"]
 

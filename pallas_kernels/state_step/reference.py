@@ -18,14 +18,17 @@ def delta_step(
     slots: jax.Array,
     blocks: StateBlocks,
     qkv: jax.Array,
-    g: jax.Array,
-    beta: jax.Array,
+    f: jax.Array,
+    b: jax.Array,
+    a_log: jax.Array,
+    dt_bias: jax.Array,
     *,
     piece: tuple[int, int],
 ) -> tuple[jax.Array, jax.Array]:
-    return _step(
-        buffer, slots, blocks, g.shape[1], piece, lambda state: formulas.delta_rule(qkv, g, beta, state)
-    )
+    def change(state):
+        return formulas.delta_rule(qkv, f, b, a_log, dt_bias, state)
+
+    return _step(buffer, slots, blocks, b.shape[1], piece, change)
 
 
 def ssm_step(

@@ -1,9 +1,10 @@
 """Decode steps of recurrent state against float64, for every implementation."""
 
 import math
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import implementations
 from pallas_kernels.state_step import StateBlocks, conv_step, delta_step, ssm_step
 from pallas_kernels.state_step.mosaic_gpu import SUM_VECTOR, delta_lanes, ssm_rows
 from tests.deviceless import CAPTURE_LOOPS, compile_for, requires_plugin, shape
@@ -35,7 +37,8 @@ class Case:
 
 
 def _delta(key_heads, heads, depth, width, channels, **more):
-    inputs = (ROWS, 2 * key_heads * depth + heads * width), (ROWS, heads, channels), (ROWS, heads)
+    qkv = (ROWS, 2 * key_heads * depth + heads * width)
+    inputs = qkv, (ROWS, heads, channels), (ROWS, heads), (heads,), (heads, channels)
     options = (("piece", (depth, width)),)
     return Case(delta_step, heads, (depth, width), inputs, options=options, **more)
 
@@ -68,9 +71,19 @@ CASES = {
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
+@contextmanager
+def interpreted():
+    """Inside, the Mosaic kernels run in Pallas' interpreter, as if on a Hopper GPU."""
+    with (
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(implementations, "device", SimpleNamespace(target=lambda: ("cuda", (9, 0))))
+        yield
+
+
 def run(implementation, case, buffer, slots, blocks, *inputs):
-    interpreter = plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True))
-    with interpreter if implementation == "interpreted" else nullcontext():
+    with interpreted() if implementation == "interpreted" else nullcontext():
         return jax.block_until_ready(_compiled(implementation, case)(buffer, slots, blocks, *inputs))
 
 
@@ -81,27 +94,28 @@ def _compiled(implementation, case):
 
 
 def random_inputs(case, rng):
-    """As the operations get them: decays below 1, steps between 0 and 1."""
+    """As the operations get them: Mamba-2's steps positive, its a negative."""
     values = [rng.normal(size=s) / math.sqrt(s[-1] if len(s) > 2 else 1) for s in case.inputs]
-    if case.function is delta_step:
-        values[1], values[2] = -np.abs(values[1]), 1 / (1 + np.exp(-values[2]))
+    if case.function is delta_step:  # of every size: from no decay at all to one at once
+        values[1] *= 20
     if case.function is ssm_step:
         values[1], values[2] = np.abs(values[1]), -np.abs(values[2])
     return [jnp.asarray(x, dtype) for x, dtype in zip(values, dtypes(case))]
 
 
 def dtypes(case):
-    """Of the inputs: the first comes as the model computes, those of a convolution all do."""
-    rest = case.x if case.function is conv_step else "float32"
-    return [case.x, *[rest] * (len(case.inputs) - 1)]
+    """Of the inputs: those that a model computes in its own dtype, and those that it keeps in float32."""
+    own = 3 if case.function is delta_step else len(case.inputs)
+    return [case.x] * own + ["float32"] * (len(case.inputs) - own)
 
 
 def exact(case, inputs, state):
     """(out, state) in float64."""
     inputs = [np.asarray(x, np.float64) for x in inputs]
     if case.function is delta_step:
-        qkv, g, beta = inputs
-        (depth, width), heads = case.piece, beta.shape[1]
+        qkv, f, b, a_log, dt_bias = inputs
+        g, beta = -np.exp(a_log)[:, None] * np.log1p(np.exp(f + dt_bias)), 1 / (1 + np.exp(-b))
+        (depth, width), heads = case.piece, b.shape[1]
         v = qkv[:, -heads * width :].reshape(ROWS, heads, width)
         q, k = qkv[:, : -heads * width].reshape(ROWS, 2, -1, depth).swapaxes(0, 1)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
@@ -208,7 +222,8 @@ class TestBadInput:
     case = CASES["gdn"]
 
     def call(self, **changes):
-        inputs = dict(zip(["qkv", "g", "beta"], map(jnp.ones, self.case.inputs)), piece=self.case.piece)
+        names = ["qkv", "f", "b", "a_log", "dt_bias"]
+        inputs = dict(zip(names, map(jnp.ones, self.case.inputs)), piece=self.case.piece)
         arguments = dict(
             buffer=jnp.zeros(40 * 4096, jnp.uint8),
             slots=jnp.zeros(ROWS, jnp.int32),
@@ -225,9 +240,10 @@ class TestBadInput:
             ),
             (dict(buffer=jnp.zeros((4, 4), jnp.uint8)), r"buffer is uint8\[4, 4\]"),
             (dict(slots=jnp.zeros(2, jnp.int32)), r"slots is int32\[2\], need int32\[5\]"),
-            (dict(g=jnp.ones((ROWS, 3, 1))), r"g is float32\[5, 3, 1\], need float32\[5, 4, 1\]"),
-            (dict(beta=jnp.ones((ROWS, 4), jnp.bfloat16)), "beta is bfloat16"),
-            (dict(g=jnp.ones((ROWS, 4, 2))), "g has 2 channels, need 1 or 32"),
+            (dict(f=jnp.ones((ROWS, 4, 2))), r"f has shape \[5, 4, 2\], need \[5, 4, 1 or 32\]"),
+            (dict(a_log=jnp.ones(3)), r"a_log is float32\[3\], need float32\[4\]"),
+            (dict(dt_bias=jnp.ones((4, 1), jnp.bfloat16)), "dt_bias is bfloat16"),
+            (dict(b=jnp.ones((ROWS, 4), jnp.float16)), "b is float16, need float32 or bfloat16"),
             (
                 dict(qkv=jnp.ones((ROWS, 320))),
                 r"qkv has shape \[5, 320\], need \[5, 128 \+ 64 \* key heads\]",
@@ -259,7 +275,7 @@ class TestBadInput:
 
     def test_a_named_kernel_says_what_it_cannot_serve(self, named_for_hopper):
         inputs = map(jnp.ones, _delta(1, 1, 5, 7, 1).inputs)
-        with pytest.raises(NotImplementedError, match="no tile for state matrices of 5 x 7"):
+        with interpreted(), pytest.raises(NotImplementedError, match="no tile for state matrices of 5 x 7"):
             delta_step(
                 jnp.zeros(1400, jnp.uint8), jnp.zeros(ROWS, jnp.int32), StateBlocks(0, 1, 1), *inputs,
                 piece=(5, 7), implementation="mosaic",

@@ -50,13 +50,15 @@ def test_chunked_equals_the_recurrence(channels, chunk):
 
 @decays
 def test_single_steps_equal_the_recurrence(channels):
-    q, k, v, g, beta, state = inputs(channels, 1)
-    expected, final = recurrence(q * K**-0.5, k, v, g, beta, state)
+    q, k, v, f, b, state = inputs(channels, 1)
+    a_log, dt_bias = jnp.asarray([0.5, -2.0]), jnp.linspace(-3, 3, HEADS * channels).reshape(HEADS, channels)
+    g = -jnp.exp(a_log)[:, None] * jnp.logaddexp(f + dt_bias, 0)
+    expected, final = recurrence(q * K**-0.5, k, v, g, 1 / (1 + jnp.exp(-b)), state)
     # Of any length: they are made unit vectors.
     qkv = jnp.concatenate([x.reshape(ROWS, TOKENS, -1) for x in (100 * q, 10 * k, v)], axis=-1)
     step, outs = jax.jit(formulas.delta_rule), []
     for t in range(TOKENS):
-        out, state = step(qkv[:, t], g[:, t], beta[:, t], state)
+        out, state = step(qkv[:, t], f[:, t], b[:, t], a_log, dt_bias, state)
         outs.append(out)
     close((jnp.stack(outs, 1), state), (expected, final))
 

@@ -146,9 +146,19 @@ class PoolStep:
         return self._state_step(state_step.conv_step, layer, part, x, weight, bias, residual=residual)
 
     def delta_step(
-        self, layer: int, part: str, qkv: Array, g: Array, beta: Array, *, piece: tuple[int, int]
+        self,
+        layer: int,
+        part: str,
+        qkv: Array,
+        f: Array,
+        b: Array,
+        a_log: Array,
+        dt_bias: Array,
+        *,
+        piece: tuple[int, int],
     ) -> tuple[Float[Array, "rows heads v"], "PoolStep"]:
-        return self._state_step(state_step.delta_step, layer, part, qkv, g, beta, piece=piece)
+        inputs = (qkv, f, b, a_log, dt_bias)
+        return self._state_step(state_step.delta_step, layer, part, *inputs, piece=piece)
 
     def ssm_step(
         self, layer: int, part: str, x: Array, dt: Array, a: Array, b: Array, c: Array

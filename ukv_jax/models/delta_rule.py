@@ -18,28 +18,35 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from pallas_kernels.state_step.formulas import einsum, split_qkv
+from pallas_kernels.state_step.formulas import einsum, gates, split_qkv
 
 CHUNK = 64
 
 
 def gated_delta_rule(
     qkv: Float[Array, "rows tokens channels"],
-    g: Float[Array, "rows tokens heads #k"],
-    beta: Float[Array, "rows tokens heads"],
+    f: Float[Array, "rows tokens heads #k"],
+    b: Float[Array, "rows tokens heads"],
+    a_log: Float32[Array, " heads"],
+    dt_bias: Float32[Array, " heads #k"],
     piece: tuple[int, int],
     layer: int,
     cache: Any,
 ) -> tuple[Float32[Array, "rows tokens heads v"], Any]:
-    """Over a state of [heads, *piece] that the cache keeps in part "recurrent" of `layer`. qkv as in
-    `pallas_kernels.state_step.delta_step`; g is the log of the decay (<= 0).
+    """Over a state of [heads, *piece] that the cache keeps in part "recurrent" of `layer`; the other arguments are those of
+    `pallas_kernels.state_step.delta_step`.
 
-    One token a row is one step in place; more are read, run in chunks and written back. Padding has g = 0 and beta = 0.
+    One token a row is one step in place; more are read, run in chunks and written back.
     """
     if qkv.shape[1] == 1:
-        out, cache = cache.delta_step(layer, "recurrent", qkv[:, 0], g[:, 0], beta[:, 0], piece=piece)
+        one = (qkv[:, 0], f[:, 0], b[:, 0], a_log, dt_bias)
+        out, cache = cache.delta_step(layer, "recurrent", *one, piece=piece)
         return out[:, None], cache
-    q, k, v = split_qkv(qkv, beta.shape[2], piece)
+    valid = jnp.arange(qkv.shape[1], dtype=jnp.int32) < cache.new_len[:, None]
+    g, beta = gates(f, b, a_log, dt_bias)
+    g = jnp.where(valid[..., None, None], g, 0)
+    beta = jnp.where(valid[..., None], beta, 0)
+    q, k, v = split_qkv(qkv, b.shape[2], piece)
     group = v.shape[2] // q.shape[2]
     if group > 1:
         q, k = (jnp.repeat(part, group, axis=2) for part in (q, k))

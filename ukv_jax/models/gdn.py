@@ -42,11 +42,9 @@ def attend(
     valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
     qkv, cache = short_conv(linear(x, params["qkv_proj"]), params["conv"], layer, cache)
-    beta, a = jnp.split(linear(x, params["ba_proj"]).astype(jnp.float32), 2, axis=-1)
-    g = -jnp.exp(params["A_log"]) * jax.nn.softplus(a + params["dt_bias"])
-    g = jnp.where(valid[..., None], g, 0)[..., None]
-    beta = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0)
-    out, cache = gated_delta_rule(qkv, g, beta, (config.k_head_dim, config.v_head_dim), layer, cache)
+    b, f = jnp.split(linear(x, params["ba_proj"]), 2, axis=-1)
+    dt_bias, piece = params["dt_bias"][:, None], (config.k_head_dim, config.v_head_dim)
+    out, cache = gated_delta_rule(qkv, f[..., None], b, params["A_log"], dt_bias, piece, layer, cache)
 
     gate = linear(x, params["z_proj"]).astype(jnp.float32).reshape(out.shape)
     out = rms_normalize(out, norm_eps) * params["o_norm"].astype(jnp.float32) * jax.nn.silu(gate)

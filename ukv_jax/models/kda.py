@@ -42,12 +42,10 @@ def attend(
     valid = jnp.arange(tokens, dtype=jnp.int32) < cache.new_len[:, None]
     x = jnp.where(valid[..., None], x, 0)
     qkv, cache = short_conv(linear(x, params["qkv_proj"]), params["conv"], layer, cache)
-    f = linear(linear(x, params["f_a_proj"]), params["f_b_proj"]).astype(jnp.float32) + params["dt_bias"]
-    g = -jnp.exp(params["A_log"])[:, None] * jax.nn.softplus(f).reshape(heads)
-    beta = jax.nn.sigmoid(linear(x, params["b_proj"]).astype(jnp.float32))
-    g = jnp.where(valid[..., None, None], g, 0)
-    beta = jnp.where(valid[..., None], beta, 0)
-    out, cache = gated_delta_rule(qkv, g, beta, (config.head_dim, config.head_dim), layer, cache)
+    f = linear(linear(x, params["f_a_proj"]), params["f_b_proj"]).reshape(heads)
+    b = linear(x, params["b_proj"])
+    dt_bias, piece = params["dt_bias"].reshape(heads[2:]), (config.head_dim, config.head_dim)
+    out, cache = gated_delta_rule(qkv, f, b, params["A_log"], dt_bias, piece, layer, cache)
 
     gate = linear(linear(x, params["g_a_proj"]), params["g_b_proj"]).reshape(heads).astype(jnp.float32)
     out = rms_normalize(out, norm_eps) * params["o_norm"].astype(jnp.float32) * jax.nn.sigmoid(gate)
