@@ -1,5 +1,7 @@
 """The same pages as a page table, as a token stream and as untranslated request maps."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -52,3 +54,22 @@ def deliver(
             maps = jnp.asarray(requests), jnp.asarray(row_ids), jnp.asarray(v2p)
             return VirtualPages(*maps, *bounds, page_size=ps, blocks_per_page=blocks_per_page)
     raise ValueError(delivery)
+
+
+def spoil(source: ReadSource, columns: tuple[int, int]) -> ReadSource:
+    """Two live columns of row 0 name nothing any more: their ids are absurd, or one of a request map and one tombstone."""
+    ps = source.page_size
+    match source:
+        case PageTable():
+            return replace(source, table=source.table.at[0, jnp.array(columns)].set(ABSURD[:2]))
+        case TokenStream():
+            where = jnp.array(columns)[:, None] * ps + jnp.arange(ps)
+            return replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
+        case VirtualPages():
+            row, (first, second) = source.row_ids[0], columns
+            tombstone = source.req_to_page[row, second]
+            return replace(
+                source,
+                req_to_page=source.req_to_page.at[row, first].set(ABSURD[1]),
+                v2p=source.v2p.at[tombstone].set(-1),
+            )

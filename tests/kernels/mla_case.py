@@ -121,3 +121,19 @@ def make_case(
             "logit_cap": logit_cap,
         },
     )
+
+
+def must_serve(implementation: str, case: Case, delivery: str) -> bool:
+    """May the implementation not decline this problem on an H200? (Others it may, with a reason.)"""
+    if implementation == "mosaic":
+        row = case.options["kv_dtype"], case.options["row_width"]
+        return (
+            delivery != "stream"
+            and case.q.dtype == jnp.bfloat16
+            and row in ((jnp.bfloat16, 576), (jnp.float8_e4m3fn, 640))
+            and case.page_size in (8, 16, 32, 64, 128)
+            and case.q.shape[1] <= 8
+        )
+    if implementation == "triton":
+        return case.q.dtype == jnp.bfloat16 and case.options["kv_dtype"] in (jnp.bfloat16, jnp.float8_e4m3fn)
+    return True

@@ -11,7 +11,7 @@ import pytest
 from pallas_kernels.gqa_decode import KVScales, gqa_decode, merge_partials
 from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
-from tests.kernels.delivered import ABSURD, DELIVERIES
+from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
 from tests.kernels.gqa_case import Case, make_case
 
 IMPLEMENTATIONS = [
@@ -205,22 +205,8 @@ def test_bad_ids_read_the_padding_page(implementation, delivery, kv_dtype):
     """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
     case = problem(implementation, [64, 64], kv_dtype=kv_dtype)
     serves(implementation, case, delivery)
-    source = case.source(delivery)
-    bad = [1, 3]  # columns of row 0
-    match delivery:
-        case "table":
-            source = dataclasses.replace(source, table=source.table.at[0, jnp.array(bad)].set(ABSURD[:2]))
-        case "stream":
-            where = jnp.arange(64).reshape(4, 16)[jnp.array(bad)]
-            source = dataclasses.replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
-        case "virtual":
-            row = source.row_ids[0]
-            tombstone = source.req_to_page[row, 3]
-            source = dataclasses.replace(
-                source,
-                req_to_page=source.req_to_page.at[row, 1].set(ABSURD[1]),
-                v2p=source.v2p.at[tombstone].set(-1),
-            )
+    bad = (1, 3)
+    source = spoil(case.source(delivery), bad)
     for column in bad:
         case.k[0][column * 16 : (column + 1) * 16] = 0
         case.v[0][column * 16 : (column + 1) * 16] = 0

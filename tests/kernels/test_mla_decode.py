@@ -15,8 +15,8 @@ import pytest
 from pallas_kernels.mla_decode import merge_partials, mla_decode
 from pallas_kernels.read_source import PageTable, VirtualPages
 from tests.deviceless import compile_for, requires_plugin, shape
-from tests.kernels.delivered import ABSURD, DELIVERIES
-from tests.kernels.mla_case import Case, make_case
+from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
+from tests.kernels.mla_case import Case, make_case, must_serve
 
 IMPLEMENTATIONS = [
     "xla",
@@ -24,22 +24,6 @@ IMPLEMENTATIONS = [
     pytest.param("mosaic", marks=pytest.mark.gpu),
 ]
 EDGES = [0, 1, 63, 64, 65, 200]
-
-
-def must_serve(implementation: str, case: Case, delivery: str) -> bool:
-    """May the implementation not decline this problem on an H200? (Others it may, with a reason.)"""
-    if implementation == "mosaic":
-        row = case.options["kv_dtype"], case.options["row_width"]
-        return (
-            delivery != "stream"
-            and case.q.dtype == jnp.bfloat16
-            and row in ((jnp.bfloat16, 576), (jnp.float8_e4m3fn, 640))
-            and case.page_size in (8, 16, 32, 64, 128)
-            and case.q.shape[1] <= 8
-        )
-    if implementation == "triton":
-        return case.q.dtype == jnp.bfloat16 and case.options["kv_dtype"] in (jnp.bfloat16, jnp.float8_e4m3fn)
-    return True
 
 
 def run(implementation: str, case: Case, delivery: str = "table", **kwargs):
@@ -200,22 +184,8 @@ def test_place_of_pages_does_not_matter(implementation, kv_dtype):
 def test_bad_ids_read_the_padding_page(implementation, kv_dtype, delivery):
     """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
     case = make_case([256, 256], heads=4, kv_dtype=kv_dtype)
-    source = case.source(delivery)
-    bad = [1, 3]  # columns of row 0
-    match delivery:
-        case "table":
-            source = dataclasses.replace(source, table=source.table.at[0, jnp.array(bad)].set(ABSURD[:2]))
-        case "stream":
-            where = jnp.arange(256).reshape(4, 64)[jnp.array(bad)]
-            source = dataclasses.replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
-        case "virtual":
-            row = source.row_ids[0]
-            tombstone = source.req_to_page[row, 3]
-            source = dataclasses.replace(
-                source,
-                req_to_page=source.req_to_page.at[row, 1].set(ABSURD[1]),
-                v2p=source.v2p.at[tombstone].set(-1),
-            )
+    bad = (1, 3)
+    source = spoil(case.source(delivery), bad)
     for column in bad:
         case.kv[0][column * 64 : (column + 1) * 64] = 0
     try:

@@ -18,9 +18,8 @@ from pallas_kernels.mla_prefill.schedule import TILE, choose_section, make_sched
 from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.delivered import DELIVERIES
-from tests.kernels.mla_case import make_case
+from tests.kernels.mla_case import make_case, must_serve
 from tests.kernels.prefill_case import make_prefill
-from tests.kernels.test_mla_decode import must_serve
 from ukv_jax.attention.mla import encode_rows
 from ukv_jax.layout import MLASpec
 
