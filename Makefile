@@ -34,9 +34,10 @@ test: venv
 	$(FAST_COMPILE) $(PYTEST) -m "not gpu and not slow and not deviceless and not exact"
 	$(PYTEST) -m "exact and not gpu and not slow" tests/models
 
-# What takes minutes, compiled as a user's programs are.
+# What takes minutes, compiled as a user's programs are; and the pool's state machine at length.
 slow: venv
 	$(PYTEST) -m "slow and not gpu and not deviceless"
+	$(FAST_COMPILE) UKV_MACHINE_EXAMPLES=60 $(PYTHON_BIN) -m pytest -n 2 tests/pool/test_state_machine.py
 
 lint: venv
 	$(PYTHON_BIN) -m ruff check .
