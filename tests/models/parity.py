@@ -26,6 +26,8 @@ from ukv_jax.models.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 CHUNK = 64
+# Large programs for tiny inputs: LLVM's passes would take longer than all that runs.
+jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
 
 
 def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:
@@ -69,14 +71,14 @@ def run(name: str, make_cache, dtype: str = "float32") -> Run:
     live = jnp.asarray([0, 1], jnp.int32)
     cache = make_cache(cache_spec(config, dtype), 2, len(ids) + steps)
 
-    @jax.jit
+    @jit
     def chunk(params, tokens, cache, new_len):
         cache = cache.begin(tokens.shape[1], new_len)
         *outputs, (x, cache) = run_layers(params, config, tokens, cache)
         hidden = jnp.stack([y[1] for y in (*(y for y, _ in outputs), x)])
         return logits_of(params, config, x)[1], hidden, cache.end()
 
-    @jax.jit
+    @jit
     def decode(params, first, cache):
         def body(carry, _):
             logits, cache = carry
