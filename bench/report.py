@@ -185,6 +185,29 @@ def gqa(results: Results) -> str:
     return f"{table(header, lines)}\n\nTimes in us. {source(results['gqa'], 'gqa')}"
 
 
+def gqa_prefill(results: Results) -> str:
+    rows = results["gqa_prefill"]["rows"]
+    others = [name for name in candidates(rows) if not name.startswith("triton")]
+    lines = []
+    for row in rows:
+        t = row["times"]
+        window = f", window {row['window']}" if row["window"] else ""
+        shape = f"{row['rows']} x {row['new']} after {row['cached']}, {row['heads']} / {row['kv_heads']} x {row['head_dim']}{window}"
+        ours = t["triton"]
+        line = [shape, us(ours), f"{ours['tflops']:.0f}", us(t.get("triton, virtual ids"))]
+        against = [cell for name in others for cell in (us(t.get(name)), ratio(ours, t.get(name)))]
+        lines.append([*line, *against, f"{ours['relative_error']:.1e}"])
+    header = [
+        "rows x new after cached tokens, heads / KV heads x head_dim",
+        "ours",
+        "TFLOP/s",
+        "from virtual ids",
+    ]
+    header += [cell for name in others for cell in (name, "ours / it")]
+    header.append("relative error")
+    return f"{table(header, lines)}\n\nTimes in us. {source(results['gqa_prefill'], 'gqa_prefill')}"
+
+
 def state(results: Results) -> str:
     rows = results["state"]["rows"]
     others = [name for name in candidates(rows) if name not in ("mosaic", "update")]
@@ -259,6 +282,9 @@ def summary(results: Results) -> str:
         rows, ours = results["gqa"]["rows"], gqa_ours(results)
         line("GQA decode", "torch SDPA over a dense copy", over(rows, ours, "torch SDPA, dense"))
         line("", "SGLang, Triton", over(rows, ours, "SGLang Triton"))
+    if "gqa_prefill" in results:
+        rows = results["gqa_prefill"]["rows"]
+        line("GQA prefill", "cuDNN over dense K and V", over(rows, "triton", "cuDNN, dense"))
     if "state" in results:
         line(
             "recurrent state, a step",
@@ -288,6 +314,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "mla": mla,
     "mla_prefill": mla_prefill,
     "gqa": gqa,
+    "gqa_prefill": gqa_prefill,
     "state": state,
     "experts": experts,
     "index": index,

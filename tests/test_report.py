@@ -72,6 +72,24 @@ def test_gqa_compares_the_better_implementation():
     )
 
 
+def test_gqa_prefill_stands_beside_what_was_measured():
+    t = {"us": 12.0, "tflops": 321.4, "relative_error": 2e-3}
+    row = dict(rows=2, new=64, cached=0, heads=8, kv_heads=2, head_dim=64, window=None)
+    rows = [
+        row
+        | {"times": {"triton": t, "triton, virtual ids": t | {"us": 13.0}, "cuDNN, dense": t | {"us": 10.0}}},
+        row | {"cached": 99, "window": 7, "times": {"triton": t, "xla": t | {"us": 120.0}}},
+    ]
+    results = {"gqa_prefill": dict(card="CARD", date="DATE", versions={"jax": "1"}, rows=rows)}
+    lines = report.gqa_prefill(results).splitlines()
+    assert "| 2 x 64 after 0, 8 / 2 x 64 | 12.0 | 321 | 13.0 | 10.0 | 1.20 |  |  | 2.0e-03 |" in lines
+    assert "| 2 x 64 after 99, 8 / 2 x 64, window 7 | 12.0 | 321 |  |  |  | 120.0 | 0.10 | 2.0e-03 |" in lines
+    assert (
+        "| GQA prefill | cuDNN over dense K and V | 1.20 | 1.20 to 1.20 | 1 |"
+        in report.summary(results).splitlines()
+    )
+
+
 def test_step_shows_the_difference_and_its_interval():
     row = dict(
         rows=64, context=8192, layers=8, equal_tokens=1.0, equal_logprob_bits=0.5,

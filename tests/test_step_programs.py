@@ -11,7 +11,7 @@ import pytest
 from tests.deviceless import CAPTURE_LOOPS, compile_for, requires_plugin
 from tests.tiny_model import CONFIG
 from ukv_jax import compaction, loop, pool, requests
-from ukv_jax.attention import pool_specs
+from ukv_jax.attention import begin_step, pool_specs
 from ukv_jax.layout import KVSpec, StaticLayout, UnifiedLayout
 from ukv_jax.models.config import KDAConfig, MLAConfig
 from ukv_jax.models.decoder import cache_spec, forward
@@ -248,6 +248,42 @@ def test_a_chunk_at_published_widths_takes_the_prefill_kernel(tokens, kernels):
     calls = [line for line in program.compiled.as_text().splitlines() if "mosaic_gpu" in line]
     assert sum("/kernel/" in line and "/while/" not in line for line in calls) == kernels
     assert any("/while/body/kernel/" in line for line in calls) == (tokens > 8)
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize("implementation, launched", [(None, True), ("xla", False)])
+def test_temporaries_of_a_gqa_chunk_do_not_grow_with_the_context(implementation, launched):
+    """No dense copy of K and V and no [chunk, context] scores: rows of 32 times the length take ids alone."""
+    tokens, heads, kv_heads, width = 256, 24, 8, 128
+
+    def chunk(state, new_len, q, k, v):
+        step = begin_step(state, jnp.arange(ROWS), new_len, tokens=tokens, implementation=implementation)
+        outs = []
+        for layer in range(2):
+            out, step = step.gqa(layer, q, k, v, sm_scale=0.1)
+            outs.append(out)
+        return outs, replace(state, buffer=step.buffer)
+
+    rows = [lanes("bfloat16", tokens, n, width) for n in (heads, kv_heads, kv_heads)]
+    temps, pages = [], []
+    for max_tokens in (4096, 131_072):
+        layout = UnifiedLayout.from_bytes(
+            (KVSpec(2, kv_heads, width),),
+            total_bytes=4 * GIB,
+            page_size=64,
+            max_requests=ROWS,
+            max_tokens=max_tokens,
+        )
+        program = compile_for(chunk, abstract(layout)[0], lanes(), *rows, donate=0)
+        assert program.alias_bytes >= layout.total_bytes
+        calls = sum("triton_kernel_call" in line for line in program.compiled.as_text().splitlines())
+        assert calls == (2 if launched else 0)
+        temps.append(program.temp_bytes)
+        pages.append(ROWS * layout.max_pages)
+    assert temps[1] - temps[0] <= ID_BYTES_PER_PAGE * (pages[1] - pages[0])
+    query_bytes = 4 * ROWS * tokens * heads * width
+    assert temps[1] <= (1 if launched else 8) * query_bytes + ID_BYTES_PER_PAGE * pages[1]
 
 
 @pytest.mark.deviceless

@@ -14,6 +14,7 @@ from ukv_jax.cache import CacheSpec, HeadKV
 
 ROWS, HEADS, WINDOW, PAGE = 3, 4, 7, 4
 STEPS = [(9, [9, 4, 0]), (9, [9, 9, 5])] + [(1, [1, 1, 1])] * 8 + [(1, [1, 0, 1])] * 3
+ON_CPU_AND_GPU = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
 KINDS = {"float32 k-then-v": ("float32", 24), "fp8": ("float8_e4m3fn", None)}  # dtype, v_head_dim
 
 
@@ -40,13 +41,16 @@ def inputs(spec, seed=0):
 SINKS = np.linspace(-1, 2, HEADS).astype(np.float32)
 
 
-def run(cache, steps):
-    """What every layer attends to, padding cut off, and the cache."""
+def run(cache, steps, implementations=(None, None)):
+    """What every layer attends to, padding cut off, and the cache. implementations: of chunks and of single tokens."""
 
     @jax.jit
     def step(cache, new_len, layers):
         tokens = layers[0][0].shape[1]
         cache, outs = cache.begin(tokens, new_len), []
+        if implementation := implementations[tokens == 1]:
+            step = dataclasses.replace(cache.step, implementation=implementation)
+            cache = dataclasses.replace(cache, step=step)
         for (name, layer), arrays in zip(names, layers, strict=True):
             out, cache = cache.gqa(
                 layer, *arrays, pool=name, sm_scale=0.3, sinks=jnp.asarray(SINKS), logit_cap=20.0
@@ -112,6 +116,36 @@ def test_stream_and_virtual_ids_give_the_same_bits():
     for other in runs[1:]:
         for a, b in zip(runs[0], other, strict=True):
             np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("decode", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
+@pytest.mark.parametrize("prefill", ON_CPU_AND_GPU)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_every_decode_goes_on_after_every_prefill(prefill, decode, dtype):
+    """Chunks by one implementation, then steps by another, against plain arrays."""
+    heads = HeadKV(1, 2, 128, dtype), HeadKV(1, 1, 128, dtype, None, WINDOW, "swa")
+    spec = CacheSpec(None, (), heads)
+    steps = [
+        (
+            tokens,
+            new_len,
+            [(*name, [jnp.asarray(x, jnp.bfloat16) for x in arrays]) for *name, arrays in layers],
+        )
+        for tokens, new_len, layers in inputs(spec, 2)
+    ]
+    plain = dataclasses.replace(spec, kv=tuple(dataclasses.replace(kv, dtype="float32") for kv in spec.kv))
+    in_f32 = [
+        (tokens, new_len, [(*name, [np.asarray(x, np.float32) for x in arrays]) for *name, arrays in layers])
+        for tokens, new_len, layers in steps
+    ]
+    expected, _ = run(make_dense_cache(plain, ROWS, 40), rounded(in_f32, dtype))
+    try:
+        found, _ = run(make_pool_cache(spec, ROWS, 40, unified=True, page_size=16), steps, (prefill, decode))
+    except NotImplementedError as reason:
+        assert decode == "mosaic"
+        pytest.skip(str(reason))
+    for out, want in zip(found, expected, strict=True):
+        assert np.linalg.norm(out.astype(np.float32) - want) <= 4e-3 * np.linalg.norm(want)
 
 
 def test_fp8_saturates():

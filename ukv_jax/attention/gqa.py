@@ -1,9 +1,13 @@
 """MHA, GQA and MQA over the pool: store K and V of new tokens, then attend to all rows of the request that are visible."""
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels.gqa_decode import KVScales, api
+from pallas_kernels.gqa_decode import KVScales, gqa_decode
+from pallas_kernels.gqa_prefill import gqa_prefill
+from pallas_kernels.mla_decode import MAX_DRAFT
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import views
 from ukv_jax.attention.fp8 import quantize
@@ -86,7 +90,10 @@ def attend(
     relative_bias: Float[Array, "rows tokens heads extent"] | None,
     implementation: str | None,
 ) -> tuple[Float[Array, "rows tokens heads v_head_dim"], Float[Array, "rows tokens heads"]]:
-    """Output and log-sum-exp of each query, query i of a row at position q_start + i, within the sub-pool's window."""
+    """Output and log-sum-exp of each query, query i of a row at position q_start + i, within the sub-pool's window.
+
+    More than `MAX_DRAFT` tokens a row go to `gqa_prefill`, to which what lies past the source's kv_end is padding.
+    """
     spec = subpool.spec
     assert isinstance(spec, KVSpec)
     scales = None
@@ -97,12 +104,7 @@ def attend(
         k_offset, v_offset = jnp.int32(subpool.block_offset(layer)), None
     else:
         k_offset, v_offset = (jnp.int32(subpool.block_offset(2 * layer + i)) for i in range(2))
-    return api.gqa_decode(
-        q,
-        buffer,
-        source,
-        k_offset,
-        v_offset,
+    options: dict[str, Any] = dict(
         kv_dtype=spec.dtype,
         num_kv_heads=spec.num_kv_heads,
         v_head_dim=spec.v_head_dim or spec.head_dim,
@@ -112,6 +114,11 @@ def attend(
         sinks=sinks,
         logit_cap=logit_cap,
         relative_bias=relative_bias,
-        q_start=q_start,
-        implementation=implementation,
+    )
+    if q.shape[1] > MAX_DRAFT:
+        # There is no Mosaic form for chunks: by that name they take the one preferred on the device.
+        name = None if implementation == "mosaic" else implementation
+        return gqa_prefill(q, buffer, source, k_offset, v_offset, q_start, implementation=name, **options)
+    return gqa_decode(
+        q, buffer, source, k_offset, v_offset, q_start=q_start, implementation=implementation, **options
     )

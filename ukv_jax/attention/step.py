@@ -102,7 +102,9 @@ class PoolStep:
     ) -> tuple[Array, "PoolStep"]:
         """Stores k and v of the new tokens at cache-layer `layer` of sub-pool `pool`, then attends within its window.
 
-        Without k and v it reads what another layer has stored there in this step. Shapes as in `attention.gqa`; options as in `pallas_kernels.gqa_decode.gqa_decode`.
+        Without k and v it reads what another layer has stored there in this step. Shapes as in `attention.gqa`; options
+        as in `pallas_kernels.gqa_decode.gqa_decode`. More than `MAX_DRAFT` tokens a row go to `gqa_prefill`; there
+        what padding tokens give is 0.
         """
         if pool not in self.sources:
             raise ValueError(f"no KV sub-pool {pool!r}; this layout has {sorted(self.sources)}")
