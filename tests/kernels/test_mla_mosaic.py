@@ -131,7 +131,7 @@ def test_declines_with_the_reason(changes, reason):
         mla_decode_mosaic(**{**GOOD, **OPTIONS, **changes})
 
 
-@pytest.mark.parametrize("field, value", [("blocks", 0), ("q_boxes_in_registers", 4)])
+@pytest.mark.parametrize("field, value", [("blocks", 0), ("q_boxes_in_registers", 4), ("head_start", 5)])
 def test_config_is_checked(field, value):
     with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
-        TuningConfig(**{field: value})
+        TuningConfig(**{"q_boxes_in_registers": 2, field: value})
