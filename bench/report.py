@@ -286,11 +286,10 @@ def summary(results: Results) -> str:
         rows = results["gqa_prefill"]["rows"]
         line("GQA prefill", "cuDNN over dense K and V", over(rows, "triton", "cuDNN, dense"))
     if "state" in results:
-        line(
-            "recurrent state, a step",
-            "elementwise update",
-            over(results["state"]["rows"], "mosaic", "update"),
-        )
+        rows = results["state"]["rows"]
+        line("recurrent state, a step", "elementwise update of as many bytes", over(rows, "mosaic", "update"))
+        line("", "SGLang, Triton (KDA)", over(rows, "mosaic", "SGLang Triton"))
+        line("", "SGLang, CUDA (KDA)", over(rows, "mosaic", "SGLang CUDA"))
     if "mla_prefill" in results:
         rows = [r for r in results["mla_prefill"]["rows"] if r["operation"] == "prefill"]
         line("MLA prefill", "cuDNN, V padded to 192", over(rows, "mosaic", "cudnn"))
@@ -324,7 +323,10 @@ TABLES: dict[str, Callable[[Results], str]] = {
 
 
 def render(text: str, results: Results) -> str:
-    """The text with every table made anew, or a word where its results are missing. ValueError: a table that nobody makes, or a comment without its pair."""
+    """The text with every table made anew, or a word where its results are missing.
+
+    ValueError: a table that nobody makes, or a comment without its pair.
+    """
 
     def replace(found: re.Match[str]) -> str:
         begin, name, end = found.groups()
