@@ -79,11 +79,13 @@ def test_one_bad_prompt_does_not_stop_the_others(capsys, checkpoint, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_compare_finds_the_pools_equal(capsys, checkpoint, tmp_path):
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("fp8", marks=pytest.mark.slow)])
+def test_compare_finds_the_pools_equal(capsys, checkpoint, tmp_path, kv_dtype):
     file = tmp_path / "text.txt"
     file.write_text("The quick brown fox jumps over the lazy dog. " * 3)
     sizes = ("--context", "40", "--requests", "3", "--chunk", "16", "--page-size", "4", *CACHE_OFF)
-    assert main(["compare", "--model", str(checkpoint), "--text", str(file), *sizes, "--json"]) == 0
+    kind = ("--kv-dtype", kv_dtype)
+    assert main(["compare", "--model", str(checkpoint), "--text", str(file), *sizes, *kind, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     # 135 tokens in stretches of 40, 40, 40 and 15: each predicts all of its tokens but the first.
     assert found["tokens"] == 39 * 3 + 14

@@ -40,7 +40,7 @@ def token_of(m):
     return (m & ~7) | (((m ^ (m >> 2)) & 1) << 2) | (m & 2) | ((m >> 2) & 1)
 
 
-def scores_of(tile_ref, q_ref, bit_chunks: int, transforms):
+def scores_of(tile_ref, q_ref, transforms):
     """S^T = K Q^T, f32 [64, columns] with rows in the order of `token_of`; q_ref as `load_queries` leaves it."""
     columns, width = q_ref.shape
 
@@ -48,7 +48,7 @@ def scores_of(tile_ref, q_ref, bit_chunks: int, transforms):
         chunks = width // _CHUNK
         words = k_bytes(tile_ref, 0, transforms)
         for c in range(chunks):
-            fragments = k_fragments(words, by_bits=c < bit_chunks)
+            fragments = k_fragments(words)
             if c + 1 < chunks:
                 words = k_bytes(tile_ref, c + 1, transforms)
             plgpu.wgmma(s_ref, fragments, q_ref.at[:, pl.ds(c * _CHUNK, _CHUNK)].transpose((1, 0)))
@@ -58,17 +58,48 @@ def scores_of(tile_ref, q_ref, bit_chunks: int, transforms):
     return pl.run_scoped(product, plgpu.ACC((64, columns), jnp.float32))
 
 
-def first_values(tile_ref, first_column, blocks: int, by_bits: bool, transforms):
+def any_above(values, limits):
+    """Whether any element of f32 [64, n] in the WGMMA layout is above its column's limit, as int32; one barrier."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, _WGMMA.reduce(0)),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
+    )
+    def vote(_, values, limits):
+        above = None
+        columns = list(limits.registers.flat)  # of 8 columns each
+        for (_, column), register in _by_place(values).items():
+            for e in range(2):
+                here = arith.cmpf(
+                    arith.CmpFPredicate.OGT, _element(register, e), _element(columns[column // 8], e)
+                )
+                above = here if above is None else arith.ori(above, here)
+        i32 = ir.IntegerType.get_signless(32)
+        count = utils.inline_ptx(
+            "{ .reg .pred one, all; setp.ne.s32 one, $1, 0; bar.red.or.pred all, $2, 128, one;"
+            " selp.s32 $0, 1, 0, all; }",
+            arith.extui(i32, above),
+            utils.warpgroup_barrier_idx(sync=False),
+            result_types=i32,
+            has_side_effects=True,
+            convergent=True,
+        )
+        return FragmentedArray.splat(count, (), is_signed=True)
+
+    return vote(values, limits)
+
+
+def first_values(tile_ref, first_column, blocks: int, transforms):
     """The part of `add_values` that does not need P: V's first fragments and the bytes of the next."""
-    fragments = v_fragments(v_bytes(tile_ref, 0, first_column, blocks, transforms), blocks, by_bits)
+    fragments = v_fragments(v_bytes(tile_ref, 0, first_column, blocks, transforms), blocks)
     return (*fragments, v_bytes(tile_ref, 1, first_column, blocks, transforms))
 
 
-def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight: int, by_bits: bool, transforms):
+def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight: int, transforms):
     """``O^T + V^T P^T`` for the blocks of O^T that start at column `first_column` of V, as `v_fragments` orders their rows.
 
     p_ref: P^T, f16 [64, columns], rows in the order of `token_of`. first: from `first_values`. in_flight: WGMMAs that may
-    run when the next fragments are made. With `by_bits`, V counts 2**-8 of its value.
+    run when the next fragments are made.
     """
     blocks, steps = len(accumulators), 64 // _STEP
 
@@ -80,11 +111,120 @@ def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight: in
                 plgpu.wgmma(ref, fragment, weights)
             plgpu.wgmma_wait(in_flight)
             if step + 1 < steps:
-                fragments = v_fragments(words, blocks, by_bits)
+                fragments = v_fragments(words, blocks)
             if step + 2 < steps:
                 words = v_bytes(tile_ref, step + 2, first_column, blocks, transforms)
 
     return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
+
+
+def add_all_values(accumulators, tile_ref, p_ref, transforms):
+    """`add_values` for all of V's columns, some blocks at a time so that few fragments are in registers."""
+    blocks, steps = len(accumulators), 64 // _STEP
+    at_once = 4
+
+    def products(refs):
+        words = v_bytes(tile_ref, 0, 0, blocks, transforms)
+        for step in range(steps):
+            weights, here = p_ref.at[pl.ds(step * _STEP, _STEP)], words
+            for first in range(0, blocks, at_once):
+                fragments = v_fragments(here, blocks, first=first, count=at_once)
+                if first + at_once == blocks and step + 1 < steps:
+                    words = v_bytes(tile_ref, step + 1, 0, blocks, transforms)
+                for ref, fragment in zip(refs[first : first + at_once], fragments, strict=True):
+                    plgpu.wgmma(ref, fragment, weights)
+                plgpu.wgmma_wait(at_once)
+
+    return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
+
+
+def reduce_columns(values, scratch_ref, largest: bool):
+    """Largest element, or sum, of each column of f32 [64, n] in the WGMMA layout; scratch_ref is f32 [4, n].
+
+    `scratch_ref` belongs to one warpgroup: Pallas' own reductions share one among all of them.
+    """
+    columns = values.shape[1]
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=_WGMMA.reduce(0)),
+    )
+    def reduce(_, values, scratch):
+        op = arith.maximumf if largest else arith.addf
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        lane, warp = _lane_and_warp()
+        places = _by_place(values)
+        q = _and(lane, 3)
+        at = _add(_shared(scratch), _shl(q, 3))  # of this thread's first pair of columns
+        mine = _add(at, _mul(warp, 4 * columns))
+        leads = arith.cmpi(arith.CmpIPredicate.ult, lane, _const(4))
+        for column in range(0, columns, 8):
+            for e in range(2):
+                value = op(_element(places[0, column], e), _element(places[8, column], e))
+                for distance in (4, 8, 16):
+                    value = op(value, utils.shfl_bfly(value, distance))
+                _store_shared(mine, 4 * (column + e), llvm.bitcast(i32, value), leads)
+        utils.warpgroup_barrier()
+        layout = _WGMMA.reduce(0).to_mgpu()
+        registers = np.empty(layout.registers_shape((columns,)), dtype=object)
+        for i, index in enumerate(np.ndindex(registers.shape)):
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+            loaded = [_load_shared(at, 4 * (8 * i + w * columns), 2) for w in range(4)]
+            for e in range(2):
+                value = llvm.bitcast(f32, loaded[0][e])
+                for words in loaded[1:]:
+                    value = op(value, llvm.bitcast(f32, words[e]))
+                pair = llvm.insertelement(pair, value, _const(e))
+            registers[index] = pair
+        utils.warpgroup_barrier()
+        return FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return reduce(values, scratch_ref)
+
+
+def send(blocks, ref, transforms) -> None:
+    """Leaves f32 [64, n] blocks in the shared memory of `ref`, whatever it holds, for `receive` in another warpgroup."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), *[_WGMMA] * len(blocks)), return_type=None)
+    def write(_, ref, *blocks):
+        i32 = ir.IntegerType.get_signless(32)
+        at = _add(_shared(ref), _shl(arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE)), 4))
+        values = [_element(r, e) for block in blocks for r in block.registers.flat for e in range(2)]
+        for i in range(0, len(values), 4):
+            words = [llvm.bitcast(i32, value) for value in values[i : i + 4]]
+            utils.inline_ptx(
+                f"st.shared.v4.b32 [$0+{512 * i}], {{$1, $2, $3, $4}};", at, *words, has_side_effects=True
+            )
+
+    write(ref, *blocks)
+
+
+def receive(blocks, ref, transforms):
+    """``[block + sent for block, sent in ...]`` for what `send` left of blocks of the same shapes."""
+    types = tuple(plgpu.ShapeDtypeStruct(b.shape, jnp.float32, layout=_WGMMA) for b in blocks)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), *[_WGMMA] * len(blocks)), return_type=types)
+    def read(_, ref, *blocks):
+        f32 = ir.F32Type.get()
+        at = _add(_shared(ref), _shl(arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE)), 4))
+        sent = (
+            llvm.bitcast(f32, word)
+            for i in range(0, sum(2 * b.registers.size for b in blocks), 4)
+            for word in _load_shared(at, 512 * i, 4)
+        )
+        sums = []
+        for block in blocks:
+            registers = np.empty(block.registers.shape, dtype=object)
+            for index in np.ndindex(registers.shape):
+                pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+                for e in range(2):
+                    value = arith.addf(_element(block.registers[index], e), next(sent))
+                    pair = llvm.insertelement(pair, value, _const(e))
+                registers[index] = pair
+            sums.append(FragmentedArray(_registers=registers, _layout=block.layout, _is_signed=None))
+        return tuple(sums)
+
+    return list(read(ref, *blocks))
 
 
 def k_bytes(tile_ref, chunk: int, transforms):
@@ -102,7 +242,7 @@ def k_bytes(tile_ref, chunk: int, transforms):
     return read(tile_ref)
 
 
-def k_fragments(words, by_bits: bool = False):
+def k_fragments(words):
     """K in the order of `token_of` and `COLUMN_ORDER`, f16 [64, 64], from `k_bytes`."""
 
     @plgpu.inline_mgpu(
@@ -111,10 +251,7 @@ def k_fragments(words, by_bits: bool = False):
     def convert(_, words):
         values = {}
         for i, word in enumerate(_words_of(words)):  # four of row m, four of row m + 8
-            pairs = (
-                [_bits_to_f16(word, word, s) for s in (0x9180, 0xB3A2)] if by_bits else _halves_to_f16(word)
-            )
-            for h, pair in enumerate(pairs):
+            for h, pair in enumerate(_halves_to_f16(word)):
                 values[i // 4 * 8, i % 4 * _STEP + 8 * h] = pair
         return _f16_array(values, (64, 64))
 
@@ -150,7 +287,7 @@ def token_scales(tile_ref, byte: int, transforms):
 def v_bytes(tile_ref, step: int, first_column, blocks: int, transforms):
     """What this thread needs of V's rows m = 16 * step to 16 * step + 15, for `v_fragments`: 2 * blocks words.
 
-    It covers ``64 * blocks`` columns from `first_column` on, a multiple of 128; `blocks` is 2 or 4.
+    It covers ``64 * blocks`` columns from `first_column` on, a multiple of 128; `blocks` is 2, 4 or 8.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _SCALAR), return_type=_words_type(2 * blocks))
@@ -177,31 +314,29 @@ def v_bytes(tile_ref, step: int, first_column, blocks: int, transforms):
     return read(tile_ref, jnp.int32(first_column))
 
 
-def v_fragments(words, blocks: int, by_bits: bool = False):
-    """V^T for 16 summed rows, a list of `blocks` f16 [64, 16], from `v_bytes`."""
+def v_fragments(words, blocks: int, first: int = 0, count: int | None = None):
+    """V^T for 16 summed rows, a list of f16 [64, 16], from `v_bytes`: `count` of the `blocks`, from `first` on."""
+    count = blocks if count is None else count
 
     @plgpu.inline_mgpu(
         arg_types=(_WGMMA,),
-        return_type=(plgpu.ShapeDtypeStruct((64, _STEP), jnp.float16, layout=_WGMMA),) * blocks,
+        return_type=(plgpu.ShapeDtypeStruct((64, _STEP), jnp.float16, layout=_WGMMA),) * count,
     )
     def convert(_, words):
         words = iter(_words_of(words))
-        take = lambda: [next(words) for _ in range(blocks // 2)]
-        values: list[dict[tuple[int, int], ir.Value]] = [{} for _ in range(blocks)]
+        take = lambda: [next(words) for _ in range(blocks // 2)][first // 2 : (first + count) // 2]
+        values: list[dict[tuple[int, int], ir.Value]] = [{} for _ in range(count)]
         for k in range(2):
             for i, (x, y) in enumerate(zip(take(), take(), strict=True)):
-                if by_bits:  # each byte of both rows, with its sign
-                    pairs = [_bits_to_f16(x, y, s) for s in (0xC480, 0xD591, 0xE6A2, 0xF7B3)]
-                else:
-                    pairs = [p for s in (0x5140, 0x7362) for p in _halves_to_f16(_prmt(x, y, s))]
-                for j, pair in enumerate(pairs):
-                    values[2 * i + j // 2][j % 2 * 8, 8 * k] = pair
+                for j, selector in enumerate((0x5140, 0x7362)):  # bytes 0, 1 and bytes 2, 3 of both rows
+                    for h, pair in enumerate(_halves_to_f16(_prmt(x, y, selector))):
+                        values[2 * i + j][8 * h, 8 * k] = pair
         return tuple(_f16_array(pairs, (64, _STEP)) for pairs in values)
 
     return list(convert(words))
 
 
-def load_queries(q_ref, first_line, lines, q_smem, unit_ref, bit_chunks: int, transforms) -> None:
+def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None:
     """f16 queries in `COLUMN_ORDER` in shared memory, each times a power of two; the inverse of that goes to `unit_ref`.
 
     q_ref bf16 [n, width] in GMEM, of which `lines` lines are taken from `first_line` on; q_smem [columns, width], whose
@@ -237,8 +372,8 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, bit_chunks: int, tr
             peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # non-negative floats compare as integers
             for distance in (1, 2):
                 peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
-            up = arith.minui(arith.subi(_const(260), _shr(peak, 23)), _const(245))
-            powers = [_shl(_add(up, _const(8)), 23), _shl(up, 23)]
+            up = arith.minui(arith.subi(_const(268), _shr(peak, 23)), _const(253))
+            power = _shl(up, 23)
             unit = _shl(arith.subi(_const(254), up), 23)
             present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(8 * groups))
             phase = _and(line, 7)
@@ -247,7 +382,7 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, bit_chunks: int, tr
             for piece in range(8):  # 16 bytes of a line of 64 columns: steps j, halves h
                 there = _add(to, _shl(_xor(phase, _const(piece)), 4))
                 for c in range(chunks):
-                    value = _scaled_to_f16(words[8 * c + piece], powers[c >= bit_chunks])
+                    value = _scaled_to_f16(words[8 * c + piece], power)
                     _store_shared(there, c * _BOX, value, present)
             first_of_quad = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, quad, _const(0)))
             _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, first_of_quad)
@@ -279,10 +414,12 @@ def zero_rows(tile_ref, first, stop, transforms) -> None:
     zero(tile_ref, jnp.int32(first), jnp.int32(stop))
 
 
-def store_columns(ref, blocks, first_line, lines, column) -> None:
+def store_columns(
+    ref, blocks, first_line, lines, column, of_blocks: int | None = None, first: int = 0
+) -> None:
     """``ref[first_line + n, column + v] = O[v, n]`` for ``n < lines``; `blocks` are O^T as `v_fragments` orders its rows.
 
-    The arrays are f32 [64, n] in the WGMMA layout; `ref` in GMEM is f32 or bf16. The address arithmetic is 64-bit.
+    If they are some of `of_blocks` blocks, `first` is the first of them. The arrays are f32 [64, n] in the WGMMA layout; `ref` in GMEM is f32 or bf16. The address arithmetic is 64-bit.
     """
 
     @plgpu.inline_mgpu(
@@ -298,7 +435,8 @@ def store_columns(ref, blocks, first_line, lines, column) -> None:
         i64 = ir.IntegerType.get_signless(64)
         lane, warp = _lane_and_warp()
         g, q = _shr(lane, 2), _and(lane, 3)
-        mine = _add(column, _add(_mul(warp, 16 * len(accs)), _mul(g, 2 * len(accs))))
+        of = of_blocks or len(accs)
+        mine = _add(column, _add(_mul(warp, 16 * of), _add(_mul(g, 2 * of), _const(2 * first))))
         base = utils.memref_ptr(ref)
         places = [_by_place(acc) for acc in accs]
         for n in range(0, accs[0].shape[1], 8):
@@ -469,16 +607,6 @@ def _halves_to_f16(word: ir.Value) -> list[ir.Value]:
             result_types=[i32, i32],
         )
     )
-
-
-def _bits_to_f16(x: ir.Value, y: ir.Value, selector: int) -> ir.Value:
-    """Two e4m3 bytes as an f16 pair, each times 2**-8. `selector`: each byte of x, y, and after it its sign.
-
-    Sign-extended to 16 bits and shifted by 7, a byte has its sign in bits 15 and 14 and its exponent and mantissa in place;
-    e4m3's exponent has bias 7, f16's 15. Right for subnormal values too; not for NaN. Three instructions of two pipes,
-    where a conversion has one that is slow.
-    """
-    return _and(_shl(_prmt(x, y, selector), 7), 0xBF80BF80 - 2**32)
 
 
 def _prmt(x: ir.Value, y: ir.Value, selector: int) -> ir.Value:
