@@ -12,7 +12,7 @@ from ukv_jax.engine import Engine, Model, Sampling
 from ukv_jax.layout import UnifiedLayout
 from ukv_jax.verify import check
 
-pytestmark = pytest.mark.filterwarnings("ignore:.* tensors model.visual.* not loaded")
+pytestmark = pytest.mark.filterwarnings("ignore:.* not loaded")
 
 MODELS = ("qwen3_5", "qwen3_5_moe", "falcon_h1", "falcon_h1_norm")
 CACHES = parity.caches()
@@ -47,7 +47,9 @@ def test_unified_pools_equal_the_static_one_bit_for_bit(model, kind):
     parity.check_same_bits(run(model, kind), run(model, "static-table"))
 
 
-@pytest.mark.parametrize("model", ["falcon_h1", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "model", ["falcon_h1", *(pytest.param(m, marks=pytest.mark.slow) for m in ("qwen3_5", "inkling"))]
+)
 def test_the_engine_writes_the_golden_tokens_from_a_crowded_pool(model):
     """Room for one request of full length and a half: others wait, stall and are sent back beside the golden one."""
     golden = parity.load_golden(model)

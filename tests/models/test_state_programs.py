@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -19,9 +20,12 @@ from ukv_jax.models.weights import abstract_params
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("cpu", BACKENDS)
-@pytest.mark.parametrize(("model", "program"), [("qwen3_5", "prefill"), ("falcon_h1", "decode")])
+@pytest.mark.parametrize(
+    ("model", "program"), [("qwen3_5", "prefill"), ("falcon_h1", "decode"), ("inkling", "decode")]
+)
 def test_no_pool_is_copied(model, program, cpu):
     config = load_config(GOLDEN / model)
+    config = replace(config, mixers=config.mixers[:2], mlps=config.mlps[:2])  # a layer of each kind
 
     def run(params, tokens, cache):
         return forward(params, config, tokens, cache, last_only=True)
