@@ -120,11 +120,11 @@ class Call:
         array = jax.ShapeDtypeStruct
         inputs = len(self.ranges) + len(self.ids)
 
-        def body(*refs):
-            q, pool, offset, *refs = refs
-            ranges, ids = refs[: len(self.ranges)], refs[len(self.ranges) : inputs]
-            outputs, scratch = refs[inputs : inputs + 5], refs[inputs + 5 :]
-            kernel(Block(self, q, pool, offset, ranges, ids, *outputs, *scratch[:5], slots), *scratch[5:])
+        def body(q, pool, offset, *rest):
+            ranges, ids = rest[: len(self.ranges)], rest[len(self.ranges) : inputs]
+            outputs, scratch = rest[inputs : inputs + 5], rest[inputs + 5 :]
+            block = Block(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5])
+            kernel(block, *scratch[5:])
 
         launch = plgpu.kernel(
             body,
@@ -164,6 +164,7 @@ class Block:
     """Inside the kernel: refs of a thread block, and its loops."""
 
     call: Call
+    slots: int  # of the ring of KV tiles
     q: Any
     pool: Any
     offset: Any
@@ -179,7 +180,6 @@ class Block:
     kv_free: Any
     share_smem: Any
     share_ready: Any
-    slots: int
 
     @property
     def group(self):
