@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import device
 from pallas_kernels.jax_triton_call import triton_call
-from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+from pallas_kernels.paged_launch import operands, power_of_two
+from pallas_kernels.read_source import ReadSource
 
 if TYPE_CHECKING:
     from pallas_kernels.gqa_decode.api import KVScales
@@ -44,11 +45,7 @@ def gqa_decode_triton(
     f32 partials of the output: twice its elements, or those of 2 to 4 lines a multiprocessor and query head.
     """
     rows, s_q, heads, head_dim = q.shape
-    platform, capability = device.target()
-    if platform != "cuda" or capability < (8, 0):
-        raise NotImplementedError(
-            f"the Triton kernel needs a GPU of compute capability 8.0 or more, got {capability}"
-        )
+    capability = device.target()[1]
     fp8 = scales is not None
     if q.dtype not in (jnp.bfloat16, jnp.float16) or kv_dtype != (jnp.float8_e4m3fn if fp8 else q.dtype):
         raise NotImplementedError(
@@ -67,7 +64,7 @@ def gqa_decode_triton(
     from pallas_kernels.gqa_decode import triton_kernels
 
     sharing = s_q * heads // num_kv_heads
-    k_p2, v_p2 = (max(16, _power_of_two(width)) for width in (head_dim, v_head_dim))
+    k_p2, v_p2 = (max(16, power_of_two(width)) for width in (head_dim, v_head_dim))
     tile = tile_sizes(capability, sharing, (k_p2 + v_p2) * kv_dtype.itemsize, v_p2)
     groups = num_kv_heads * -(-sharing // tile["COLS"])
     slices = max(1, tile["PER_CORE"] * device.core_count() // groups)
@@ -75,22 +72,7 @@ def gqa_decode_triton(
     row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
     pool = buffer if fp8 else lax.bitcast_convert_type(buffer.reshape(-1, 2), kv_dtype).reshape(-1)
     none = source.kv_end  # stands in for arrays that this call does not have
-    of_virtual: dict[str, Any] = {"REQUESTS": 1, "NUM_VIRTUAL": 0, "BLOCKS_PER_PAGE": 1}
-    match source:
-        case PageTable(table=ids):
-            kind, indptr, row_ids, v2p = 0, none, none, none
-            width, cover = ids.shape[1], ids.shape[1] * ps
-        case TokenStream(ids=ids, indptr=indptr):
-            kind, row_ids, v2p = 1, none, none
-            width, cover = 1, ids.shape[0]
-        case VirtualPages(req_to_page=ids, row_ids=row_ids, v2p=v2p):
-            kind, indptr = 2, none
-            width, cover = ids.shape[1], ids.shape[1] * ps
-            of_virtual = {
-                "REQUESTS": ids.shape[0],
-                "NUM_VIRTUAL": v2p.shape[0] - 1,
-                "BLOCKS_PER_PAGE": source.blocks_per_page,
-            }
+    read = operands(source)
     # Without q_start the queries end at kv_end.
     first_query, q_stop = (source.kv_end, 0) if q_start is None else (q_start, s_q)
     if fp8:
@@ -100,7 +82,7 @@ def gqa_decode_triton(
         scale_pool = k_scale = v_scale = none
     deal: dict[str, Any] = {
         "ROWS": rows,
-        "ROWS_P2": _power_of_two(rows),
+        "ROWS_P2": power_of_two(rows),
         "S_Q": s_q,
         "HEADS": heads,
         "KV_HEADS": num_kv_heads,
@@ -110,8 +92,7 @@ def gqa_decode_triton(
         "BLOCK": tile["BLOCK"],
         "V": v_head_dim,
         "V_P2": v_p2,
-        "SOURCE": kind,
-        "COVER": min(cover, 2**31 - 1),
+        **read.cover,
         "Q_STOP": q_stop,
         "REACH": 0 if window is None else min(window + s_q - 1, 2**31 - 1),
     }
@@ -122,10 +103,10 @@ def gqa_decode_triton(
             q,
             pool,
             scale_pool,
-            ids,
-            indptr,
-            row_ids,
-            v2p,
+            read.ids,
+            read.indptr,
+            read.row_ids,
+            read.v2p,
             source.kv_start,
             source.kv_end,
             first_query,
@@ -152,9 +133,7 @@ def gqa_decode_triton(
         K_P2=k_p2,
         ROW=row_width,
         V_COLUMN=0 if v_offset is not None else num_kv_heads * head_dim,
-        PS=ps,
-        WIDTH=width,
-        **of_virtual,
+        **read.pages,
         NUM_BLOCKS=buffer.shape[0] // (row_width * kv_dtype.itemsize * ps),
         SCALE_RATIO=scales.blocks_per_entry if fp8 else 0,
         WINDOW=0 if window is None else min(window, 2**31 - 1),
@@ -169,7 +148,7 @@ def gqa_decode_triton(
     v_tile = min(v_tile, v_p2)
     out, lse = triton_call(
         paged_triton.merge,
-        [indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
+        [read.indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
         update=[out, lse],
         grid=(rows, groups, v_p2 // v_tile),
         compute_capability=capability,
@@ -202,7 +181,3 @@ def tile_sizes(capability: tuple[int, int], sharing: int, token_bytes: int, v_wi
     stages, most = (2, 2) if capability[0] == 9 and stage > 16 << 10 else (3, 4 if capability[0] == 9 else 2)
     per_core = max(1, min(most, ((limit - 30) << 10) // (stages * stage))) if cols == 16 else 1
     return {"COLS": cols, "BLOCK": block, "STAGES": stages, "WARPS": 4, "PER_CORE": per_core}
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -1,7 +1,7 @@
 """Paged GQA attention of chunks by jax-triton."""
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import device
 from pallas_kernels.jax_triton_call import triton_call
-from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+from pallas_kernels.paged_launch import operands, power_of_two
+from pallas_kernels.read_source import ReadSource
 
 if TYPE_CHECKING:
     from pallas_kernels.gqa_decode.api import KVScales
@@ -42,11 +43,7 @@ def gqa_prefill_triton(
     q and KV in bfloat16 or both in float16; KV in float8_e4m3fn under bfloat16 q. Heads up to 512 wide. No temporaries.
     """
     rows, tokens, heads, head_dim = q.shape
-    platform, capability = device.target()
-    if platform != "cuda" or capability < (8, 0):
-        raise NotImplementedError(
-            f"the Triton kernel needs a GPU of compute capability 8.0 or more, got {capability}"
-        )
+    capability = device.target()[1]
     fp8 = scales is not None
     if q.dtype not in (jnp.bfloat16, jnp.float16) or kv_dtype != (jnp.float8_e4m3fn if fp8 else q.dtype):
         raise NotImplementedError(
@@ -62,7 +59,7 @@ def gqa_prefill_triton(
     from pallas_kernels.gqa_prefill import triton_kernels
 
     lines = tokens * heads // num_kv_heads
-    k_p2, v_p2 = (max(16, _power_of_two(width)) for width in (head_dim, v_head_dim))
+    k_p2, v_p2 = (max(16, power_of_two(width)) for width in (head_dim, v_head_dim))
     tile = tile_sizes(capability, lines, k_p2, v_p2)
     tiles = -(-lines // tile["COLS"])
     programs = rows * num_kv_heads * -(-v_head_dim // tile["V_COLS"]) * tiles
@@ -72,22 +69,7 @@ def gqa_prefill_triton(
     row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
     pool = buffer if fp8 else lax.bitcast_convert_type(buffer.reshape(-1, 2), kv_dtype).reshape(-1)
     none = source.kv_end  # stands in for arrays that this call does not have
-    of_virtual: dict[str, Any] = {"REQUESTS": 1, "NUM_VIRTUAL": 0, "BLOCKS_PER_PAGE": 1}
-    match source:
-        case PageTable(table=ids):
-            kind, indptr, row_ids, v2p = 0, none, none, none
-            width, cover = ids.shape[1], ids.shape[1] * ps
-        case TokenStream(ids=ids, indptr=indptr):
-            kind, row_ids, v2p = 1, none, none
-            width, cover = 1, ids.shape[0]
-        case VirtualPages(req_to_page=ids, row_ids=row_ids, v2p=v2p):
-            kind, indptr = 2, none
-            width, cover = ids.shape[1], ids.shape[1] * ps
-            of_virtual = {
-                "REQUESTS": ids.shape[0],
-                "NUM_VIRTUAL": v2p.shape[0] - 1,
-                "BLOCKS_PER_PAGE": source.blocks_per_page,
-            }
+    read = operands(source)
     if fp8:
         scale_pool = lax.bitcast_convert_type(buffer.reshape(-1, 4), jnp.float32)
         k_scale, v_scale = (jnp.asarray(x, jnp.int32) for x in (scales.k_offset, scales.v_offset))
@@ -99,10 +81,10 @@ def gqa_prefill_triton(
             q,
             pool,
             scale_pool,
-            ids,
-            indptr,
-            row_ids,
-            v2p,
+            read.ids,
+            read.indptr,
+            read.row_ids,
+            read.v2p,
             source.kv_start,
             source.kv_end,
             q_start,
@@ -134,11 +116,8 @@ def gqa_prefill_triton(
         V_COLS=tile["V_COLS"],
         ROW=row_width,
         V_COLUMN=0 if v_offset is not None else num_kv_heads * head_dim,
-        SOURCE=kind,
-        PS=ps,
-        WIDTH=width,
-        COVER=min(cover, 2**31 - 1),
-        **of_virtual,
+        **read.cover,
+        **read.pages,
         NUM_BLOCKS=buffer.shape[0] // (row_width * kv_dtype.itemsize * ps),
         SCALE_RATIO=scales.blocks_per_entry if fp8 else 0,
         WINDOW=0 if window is None else min(window, 2**31 - 1),
@@ -171,11 +150,7 @@ def tile_sizes(capability: tuple[int, int], lines: int, k_width: int, v_width: i
         cols, block, stages, warps = 64, 32, 2, 4
     if limit == 99:
         cols, block = min(cols, 64), block // 2
-    cols = min(cols, max(16, _power_of_two(lines)))
+    cols = min(cols, max(16, power_of_two(lines)))
     return {
         "COLS": cols, "BLOCK": block, "STAGES": stages, "WARPS": min(warps, max(4, cols // 16)), "V_COLS": v_cols
     }  # fmt: skip
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
