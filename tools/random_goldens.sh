@@ -36,6 +36,9 @@ fi
 
 rm -rf "$out"
 "$dir/bin/python" -W ignore -m tools.make_random_goldens --out "$out" "$@"
-# Compiling is nearly all of the work, and programs this small need no optimiser.
-UKV_RANDOM_GOLDENS=$out XLA_FLAGS=--xla_backend_optimization_level=0 \
-    .venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py
+export UKV_RANDOM_GOLDENS=$out
+# Nearly all of the work is compiling, which XLA's plain emitters do twice as fast; but what they round depends on the
+# layout, so bits are compared without them.
+XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
+    .venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py -k parity
+.venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py -k twin
