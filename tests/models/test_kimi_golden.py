@@ -46,7 +46,7 @@ def generate(make_cache, prompts, dtype, steps):
     longest = max(map(len, prompts))
     cache = make_cache(cache_spec(config, dtype), len(prompts), longest + steps)
 
-    @jax.jit
+    @parity.jit  # a few chunks do not pay for LLVM's passes, 256 steps do
     def step(params, tokens, cache, new_len):
         logits, cache = forward(params, config, tokens, cache.begin(tokens.shape[1], new_len))
         return logits, cache.end()
