@@ -360,6 +360,7 @@ def test_no_copy_of_the_pool_on_a_cpu(case):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("large pools")
 @models
 def test_slots_past_2_to_the_32_bytes_and_2_to_the_31_elements(case):
     """The last slots of a pool of 12 GiB and one near its start, in one call."""
