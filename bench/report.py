@@ -33,11 +33,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def source(result: dict[str, Any], command: str) -> str:
-    """Where, when and with what the figures were taken."""
+    """Where, when and with what the figures were taken, and what else must be known of them."""
     versions = result["versions"]
     driver = f", driver {result['driver']}" if "driver" in result else ""
     named = ", ".join(f"{name} {versions[name]}" for name in versions if name not in ("jaxlib", "python"))
-    return f"{result['card']}{driver}, {named}; {result['date']}, `python -m bench {command}`."
+    notes = f" {result['notes']}" if "notes" in result else ""
+    return f"{result['card']}{driver}, {named}; {result['date']}, `python -m bench {command}`.{notes}"
 
 
 def digits(x: float) -> str:
@@ -305,7 +306,16 @@ def summary(results: Results) -> str:
         )
     header = ("operation", "against", "ours / theirs, median", "least to most", "shapes")
     cards = " and ".join(sorted({result["card"] for result in results.values()}))
-    return f"{table(header, lines)}\n\n{cards}. Versions, dates and all figures: [bench/results/h200](bench/results/h200)."
+    notes = "".join(
+        f"\n\n{name}: {result['notes']}"
+        for name, result in results.items()
+        if "notes" in result
+        and name in ("mla", "gqa", "gqa_prefill", "state", "mla_prefill", "index", "move")
+    )
+    return (
+        f"{table(header, lines)}\n\n{cards}. Versions, dates and all figures: "
+        f"[bench/results/h200](bench/results/h200).{notes}"
+    )
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
