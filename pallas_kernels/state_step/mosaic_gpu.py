@@ -111,14 +111,17 @@ def delta_step(
             q = q * depth**-0.5
             vectors.at[0][...], vectors.at[1][...] = q, k
             kq = jnp.sum(k * q, axis=0)
+
+            # Each vector is loaded where it is used: few registers, so that four blocks share an SM.
+            def vector(i: int) -> jax.Array:
+                return spread(_load(vectors.at[i], along_rows), 0)
+
+            state = state * (vector(2) if by_channel else jnp.exp(rate * _softplus(f)))
+            recalled = jnp.sum(state * vector(1), axis=0)
             beta = 1 / (1 + jnp.exp(-refs["b"][row, head].astype(jnp.float32)))
-            query, key, *decay = (
-                spread(_load(vectors.at[i], along_rows), 0) for i in range(vectors.shape[0])
-            )
-            state = state * (decay[0] if by_channel else jnp.exp(rate * _softplus(f)))
-            recalled, read = jnp.sum(state * key, axis=0), jnp.sum(state * query, axis=0)
             delta = (_load(v_ref, along_columns) - recalled) * beta
-            state = state + key * spread(delta, 1)
+            read = jnp.sum(state * vector(0), axis=0)
+            state = state + vector(1) * spread(delta, 1)
             stored[...] = state.astype(stored.dtype)
             out[...] = read + delta * kq
 
