@@ -17,26 +17,21 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels.mla_decode.api import MAX_DRAFT
 from pallas_kernels.mla_decode.mosaic_fp8_block import Call
 from pallas_kernels.mla_decode.mosaic_fp8_few import decode_few
 from pallas_kernels.mla_decode.mosaic_fp8_many import decode_many
 from pallas_kernels.read_source import ReadSource, TokenStream
 
-MAX_S_Q = 8
-ROPE = 64
+_ROPE = 64  # columns behind V; a row has as many bytes again for its scale and padding
 _SMS = 132
 
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Launch parameters. `blocks`: thread blocks, one a multiprocessor. The others choose forms to compare: `few`, the kernel
-    for few columns where it fits; of the other kernel, `vote` before a maximum is taken, `defer` P V behind the next scores.
-    """
+    """Launch parameters. `blocks`: thread blocks, one a multiprocessor."""
 
     blocks: int = _SMS
-    vote: bool = True
-    defer: bool = False
-    few: bool = True
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
@@ -85,18 +80,15 @@ def mla_decode_mosaic_fp8(
         logit_cap=logit_cap,
         blocks=config.blocks,
     )
-    if columns < 64 and config.few:
-        out, lse = decode_few(call)
-    else:
-        out, lse = decode_many(call, vote=config.vote, defer=config.defer)
+    out, lse = decode_few(call) if columns < 64 else decode_many(call)
     return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
 
 
 def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
     s_q, qk_width = q.shape[1], q.shape[-1]
-    if s_q > MAX_S_Q:
+    if s_q > MAX_DRAFT:
         raise NotImplementedError(
-            f"made for decode and for drafts of at most {MAX_S_Q} queries a row, got {s_q}"
+            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
         )
     if isinstance(source, TokenStream):
         raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
@@ -108,7 +100,7 @@ def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type
         raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
     if v_width not in (256, 512):
         raise NotImplementedError(f"v_width must be 256 or 512, got {v_width}")
-    if qk_width != v_width + ROPE or row_width != v_width + 2 * ROPE:
+    if qk_width != v_width + _ROPE or row_width != v_width + 2 * _ROPE:
         raise NotImplementedError(
             f"qk_width must be v_width + 64 and row_width v_width + 128, got {qk_width}, {row_width} and v_width {v_width}"
         )

@@ -306,7 +306,7 @@ class Block:
             keep &= token <= q_position + lax.div(query, call.heads)
         return jnp.where(keep, s, -jnp.inf)
 
-    def exponents(self, slot, q_smem, unit_smem, position, seen, k_is_read=lambda: None):
+    def exponents(self, slot, q_smem, unit_smem, position, seen):
         """(base-2 exponents of P^T [TILE, columns] with the token's scale in them, 1 / scale of each token).
 
         `seen` is (kv_first, kv_stop, q_position). Leaves zeros in the rows of the tile that no query of the row sees.
@@ -318,7 +318,6 @@ class Block:
         scale = jnp.where(scale > 0, scale, 1.0)  # the padding page's rows, and NaN where nothing was written
         factor, exponent, inverse = scale * (call.sm_scale * log2e), jnp.log2(scale), 1 / scale
         s = scores_of(tile, q_smem, BYTES)
-        k_is_read()
         s = s * across(factor, s) * down(plgpu.load(unit_smem, layout=COLUMNS), s)
         if call.logit_cap is not None:
             # tanh by exp2: the hardware's own tanh has 11 bits.

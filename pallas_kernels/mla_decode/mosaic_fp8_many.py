@@ -39,15 +39,14 @@ from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
 _SCORES, _LEFT = 2, 1  # the last one has V's right half
 _P_SLOTS = 2
-_K_READ = 4
 
 
-def decode_many(call: Call, *, vote: bool, defer: bool):
-    """(out, lse) of ``rows * queries`` lines."""
+def decode_many(call: Call):
+    """(out, lse) of ``rows * queries`` lines. `call.columns` is 64."""
     columns = call.columns
     room = SMEM_BYTES - 2 * columns * call.width - _P_SLOTS * 2 * TILE * columns
     return call.run(
-        lambda block, *scratch: _kernel(block, *scratch, vote=vote, defer=defer),
+        _kernel,
         num_threads=4,
         slots=min(5, room // call.tile_bytes),
         readers=3,
@@ -60,30 +59,23 @@ def decode_many(call: Call, *, vote: bool, defer: bool):
             plgpu.Barrier(num_arrivals=2, num_barriers=_P_SLOTS),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
-            plgpu.Barrier(num_barriers=_K_READ),
         ],
     )
 
 
-def _kernel(
-    block: Block, q_smem, p_smem, factor_smem, p_ready, p_free, end_ready, end_free, k_read, *, vote, defer
-):  # type: ignore[no-untyped-def]
+def _kernel(block: Block, q_smem, p_smem, factor_smem, p_ready, p_free, end_ready, end_free) -> None:
     call, role = block.call, block.role
     columns, half = call.columns, call.v_width // 2
     v_blocks = half // 64
     inverse_smem, unit_smem = (factor_smem.at[_P_SLOTS + i] for i in range(2))
-    # Registers a thread. With 64 columns the accumulators take 128, and one step's V is all that fits beside them.
-    few = columns < 64
-    scores_registers, values_registers, in_flight = (168, 160, v_blocks) if few else (152, 168, 0)
     pl.when(role == LOAD)(block.load)
 
     @pl.when(role == _SCORES)
     def scores():
-        plgpu.set_max_registers(scores_registers, action="increase")
+        plgpu.set_max_registers(152, action="increase")
         share = block.get_share()
 
-        def segment(b, start, stop, first_tile, tiles, carry):
-            n, part = carry
+        def segment(b, start, stop, first_tile, tiles, n):
             seen = (*block.visible(b), block.q_position(b))
             load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, SWIZZLED)
             plgpu.commit_smem()
@@ -92,15 +84,8 @@ def _kernel(
                 peak, weights, n = carry
                 slot, p_slot = lax.rem(n, block.slots), lax.rem(n, _P_SLOTS)
                 plgpu.barrier_wait(block.kv_ready.at[slot])
-                k_is_read = lambda: plgpu.barrier_arrive(k_read.at[lax.rem(n + part, _K_READ)])
-                s, inverse = block.exponents(
-                    slot,
-                    q_smem,
-                    unit_smem,
-                    (first_tile + i) * TILE,
-                    seen,
-                    k_is_read if defer else lambda: None,
-                )
+                position = (first_tile + i) * TILE
+                s, inverse = block.exponents(slot, q_smem, unit_smem, position, seen)
 
                 # The subtrahend follows the maximum only when it falls behind by 2**SLACK: most tiles rescale nothing.
                 def follow(s, peak):
@@ -109,10 +94,7 @@ def _kernel(
                     return new_peak, jnp.exp2(peak - new_peak)
 
                 stay = lambda s, peak: (peak, full((columns,), 1.0, COLUMNS))
-                if vote:
-                    peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
-                else:
-                    peak, decay = follow(s, peak)
+                peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
                 p = jnp.exp2(s - down(peak, s))
                 pl.when(n >= _P_SLOTS)(lambda: plgpu.barrier_wait(p_free.at[p_slot]))
                 p_smem[p_slot] = p.astype(jnp.float16)
@@ -125,8 +107,6 @@ def _kernel(
             peak, weights, n = lax.fori_loop(
                 start, stop, one, (full((columns,), MASKED, COLUMNS), full((TILE, columns), 0, ACC), n)
             )
-            if defer:
-                plgpu.barrier_arrive(k_read.at[lax.rem(n + part, _K_READ)])
             total = weights.sum(axis=0)
             any_seen = total > 0
             safe = jnp.where(any_seen, total, 1)
@@ -141,24 +121,21 @@ def _kernel(
             partial = jnp.where(any_seen, lse, -jnp.inf)
             pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), block.live))
             pl.when(cut)(lambda: store_vector(block.part_lse, partial, block.line(slot), block.live))
-            return n, part + 1
+            return n
 
-        block.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))
+        block.for_segments(share, segment, jnp.int32(0))
 
     @pl.when((role != LOAD) & (role != _SCORES))
     def values():
         left = role == _LEFT
         column = jnp.where(left, 0, half)
-        plgpu.set_max_registers(values_registers, action="increase")
+        plgpu.set_max_registers(168, action="increase")
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
         pl.when(left)(lambda: block.begin_records(share))
         plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
-        def segment(b, start, stop, first_tile, tiles, carry):
-            n, part = carry
-            if defer:
-                plgpu.barrier_wait(k_read.at[lax.rem(n + part, _K_READ)])
+        def segment(b, start, stop, first_tile, tiles, n):
             kv_first, kv_stop = block.visible(b)
             pl.when(left)(lambda: block.record(share, b, start, stop, tiles))
 
@@ -175,10 +152,7 @@ def _kernel(
                 # In a tail, rows have been zeroed since.
                 tail = block.is_tail((first_tile + i) * TILE, kv_first, kv_stop)
                 first = lax.cond(tail, make_first, lambda x: x, first)
-                if defer:
-                    # The scores of the next tile get the tensor cores first: P V then runs beside their softmax.
-                    plgpu.barrier_wait(k_read.at[lax.rem(n + part + 1, _K_READ)])
-                accs = add_values(accs, tile, p_smem.at[p_slot], first, column, in_flight, BYTES)
+                accs = add_values(accs, tile, p_smem.at[p_slot], first, column, BYTES)
                 plgpu.barrier_arrive(block.kv_free.at[slot])
                 plgpu.barrier_arrive(p_free.at[p_slot])
                 return *accs, n + 1
@@ -192,6 +166,6 @@ def _kernel(
             store = lambda ref, of: store_columns(ref, accs, block.line(of), block.live, column)
             pl.when(whole)(lambda: store(block.out, b))
             pl.when(jnp.logical_not(whole))(lambda: store(block.part, slot))
-            return n, part + 1
+            return n
 
-        block.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))
+        block.for_segments(share, segment, jnp.int32(0))

@@ -95,11 +95,10 @@ def first_values(tile_ref, first_column, blocks: int, transforms):
     return (*fragments, v_bytes(tile_ref, 1, first_column, blocks, transforms))
 
 
-def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight: int, transforms):
+def add_values(accumulators, tile_ref, p_ref, first, first_column, transforms):
     """``O^T + V^T P^T`` for the blocks of O^T that start at column `first_column` of V, as `v_fragments` orders their rows.
 
-    p_ref: P^T, f16 [64, columns], rows in the order of `token_of`. first: from `first_values`. in_flight: WGMMAs that may
-    run when the next fragments are made.
+    p_ref: P^T, f16 [64, columns], rows in the order of `token_of`. first: from `first_values`.
     """
     blocks, steps = len(accumulators), 64 // _STEP
 
@@ -109,7 +108,7 @@ def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight: in
             weights = p_ref.at[pl.ds(step * _STEP, _STEP)]
             for ref, fragment in zip(refs, fragments, strict=True):
                 plgpu.wgmma(ref, fragment, weights)
-            plgpu.wgmma_wait(in_flight)
+            plgpu.wgmma_wait(0)  # there are no registers for two steps of V
             if step + 1 < steps:
                 fragments = v_fragments(words, blocks)
             if step + 2 < steps:

@@ -56,7 +56,7 @@ def first_values(tile_ref, first_column, blocks, _):
     return ()
 
 
-def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight, _):
+def add_values(accumulators, tile_ref, p_ref, first, first_column, _):
     v = lax.dynamic_slice(values(tile_ref), (0, first_column), (64, 64 * len(accumulators)))
     # The interpreter wants a fence between a read and a later TMA write. Here a value has reached its register before its
     # reader frees the slot, and there is nothing to fence.
@@ -66,7 +66,7 @@ def add_values(accumulators, tile_ref, p_ref, first, first_column, in_flight, _)
 
 
 def add_all_values(accumulators, tile_ref, p_ref, _):
-    return add_values(accumulators, tile_ref, p_ref, (), 0, 0, None)
+    return add_values(accumulators, tile_ref, p_ref, (), 0, None)
 
 
 def zero_rows(tile_ref, first, stop, _):
