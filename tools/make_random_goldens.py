@@ -382,7 +382,7 @@ def main() -> None:
 
 
 def write_case(family: str, seed: int, directory: Path) -> None:
-    """One case, with other weights where the greedy tokens would hang on rounding."""
+    """One case, with other weights where the greedy tokens would hang on rounding, or float32 is off by itself."""
     rng = np.random.default_rng([seed, *family.encode()])
     model, special, layers = FAMILIES[family](rng)
     prompt, page_size = int(rng.integers(1, 140)), int(rng.choice([1, 16, 64]))
@@ -391,10 +391,11 @@ def write_case(family: str, seed: int, directory: Path) -> None:
     cached = 1 not in (getattr(config, "sliding_window", None), getattr(config, "sliding_window_size", None))
     for weights in range(seed, seed + 1000, 100):
         options = dict(prompt=prompt, steps=STEPS, seed=weights, cached=cached)
-        if golden.write(directory, model.eval(), special, layers, VOCAB, **options) > 1e-3:
+        margin, spread = golden.write(directory, model.eval(), special, layers, VOCAB, **options)
+        if margin > 1e-3 and spread < 3e-5:
             break
     else:
-        raise RuntimeError(f"{directory.name}: ten sets of weights with close choices")
+        raise RuntimeError(f"{directory.name}: ten sets of weights with close choices or large rounding")
     (directory / "case.json").write_text(json.dumps({"page_size": page_size}))
 
 
