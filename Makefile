@@ -6,7 +6,7 @@ PYTHON_BIN := .venv/bin/python
 PYTEST := $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
 # The tests' programs are large and their inputs tiny: nearly all time goes to compiling. LLVM at level 0 and XLA's
 # emitters that do without MLIR take a fifth of the CPU time for a decode loop (7.6 s instead of 36 s). They do not round
-# two programs alike where their memory is laid out differently, so tests marked `exact` run with XLA's defaults.
+# two programs alike where their memory is laid out differently, so tests marked `exact` run with XLA's own emitters.
 FAST_COMPILE := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # Without the CUDA libraries the plugin wheels can compile, not run.
 DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
@@ -32,7 +32,7 @@ demo:
 
 test: venv
 	$(FAST_COMPILE) $(PYTEST) -m "not gpu and not slow and not deviceless and not exact"
-	$(PYTEST) -m "exact and not gpu and not slow" tests/models
+	$(PYTEST) -m "exact and not gpu and not slow and not deviceless"
 
 # What takes minutes, compiled as a user's programs are; and the pool's state machine at length.
 slow: venv
@@ -63,7 +63,7 @@ notebook: venv
 # Runs in the environment at hand, which has a CUDA jaxlib: results go to bench/results beside the committed ones.
 gpu:
 	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -m gpu
-	for name in index move mla mla_prefill gqa experts state step; do \
+	for name in index move mla mla_prefill gqa gqa_prefill experts state step; do \
 		python3 -m bench $$name --json bench/results/$$name.json || exit 1; \
 	done
 

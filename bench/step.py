@@ -229,6 +229,8 @@ def bench(
     unified, static = twins["unified"].gen, twins["static"].gen
     made = slice(0, new)
     same = np.asarray(unified.tokens[:, made] == static.tokens[:, made])
+    if not same.all():
+        raise RuntimeError(f"{rows} rows: {1 - same.mean():.2%} of the tokens differ between the pools")
     bits = [np.asarray(lax.bitcast_convert_type(g.logprobs[:, made], jnp.int32)) for g in (unified, static)]
     us = {name: np.array(values) / steps * 1e6 for name, values in seconds.items()}
     return dict(

@@ -49,3 +49,11 @@ def test_tokens_of_transformers_with_windows_released(model, unified):
     assert int(state.counters.faults) == 0
     for p, spec in zip(state.subpools, layout.subpools, strict=True):
         assert int(np.sum(np.asarray(p.v2p)[1:-1] > 0)) == 0, spec.name
+
+
+def test_a_static_window_too_small_for_a_chunk_is_refused(model):
+    layout = StaticLayout.from_pages(
+        model.specs, pages={"full": 42, "swa": 13}, page_size=PAGE, max_requests=ROWS, max_tokens=224
+    )
+    with pytest.raises(ValueError, match=r"'swa' has 13 pages, a chunk of 192 tokens .* takes up to 14"):
+        Engine(model, layout, prefill_chunk=192)

@@ -26,7 +26,7 @@ from tokenizers import Tokenizer
 
 from ukv_jax import loop, pool, requests
 from ukv_jax.attention import pool_specs
-from ukv_jax.layout import PoolLayout, Spec
+from ukv_jax.layout import PoolLayout, Spec, StaticLayout
 from ukv_jax.models import decoder
 from ukv_jax.models.config import ModelConfig
 from ukv_jax.models.weights import load_model
@@ -273,6 +273,15 @@ class Engine:
         for (name, low), value in zip(least.items(), given):
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
+        for swa in layout.windows if isinstance(layout, StaticLayout) else ():
+            # A chunk holds the pages behind its first token's window until it is written.
+            per_page, most = layout.page_size * layout.dcp, swa.num_pages - swa.first_page
+            need = min(layout.max_pages, -(-((swa.window or 1) - 1 + prefill_chunk) // per_page) + 1)
+            if most < need:
+                raise ValueError(
+                    f"sub-pool {swa.name!r} has {most} pages, a chunk of {prefill_chunk} tokens behind a window of "
+                    f"{swa.window} takes up to {need}: make the pool larger or prefill_chunk smaller"
+                )
         self.model, self.layout = model, layout
         self.max_new_tokens, self.stops, self.headroom = max_new_tokens, stops, headroom
         self.lanes, self.chunk, self.steps = min(prefill_lanes, layout.max_requests), prefill_chunk, steps

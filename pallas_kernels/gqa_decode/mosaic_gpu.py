@@ -22,7 +22,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels.gqa_decode.mosaic_bias import add_bias
-from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import MAX_DRAFT, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
@@ -30,7 +30,6 @@ from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
 if TYPE_CHECKING:
     from pallas_kernels.gqa_decode.api import KVScales
 
-MAX_S_Q = 8  # queries a row: one, or a draft to verify
 M = 64  # query rows of a worker: the M of one warpgroup's WGMMA
 _SMEM_BYTES = 224 << 10  # what q and the rings may take
 _SMS = 132
@@ -529,9 +528,9 @@ def _tile_columns(width: int, column: int = 0) -> int:
 
 def _decline(q, source, kv_dtype, v_head_dim, sm_scale) -> None:  # type: ignore[no-untyped-def]
     s_q, head_dim = q.shape[1], q.shape[3]
-    if s_q > MAX_S_Q:
+    if s_q > MAX_DRAFT:
         raise NotImplementedError(
-            f"made for decode and for drafts of at most {MAX_S_Q} queries a row, got {s_q}"
+            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
         )
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")

@@ -16,6 +16,7 @@ from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import VirtualPages
 
+MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)  # no written scale is smaller
 LOAD = 0  # role of the warpgroup that loads; the one behind it keeps the records
 SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # f16
 BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
@@ -315,7 +316,9 @@ class Block:
         kv_first, kv_stop, q_position = seen
         log2e = math.log2(math.e)
         scale = token_scales(tile, call.width, BYTES)
-        scale = jnp.where(scale > 0, scale, 1.0)  # the padding page's rows, and NaN where nothing was written
+        # 0 in the padding page, anything in slots that nobody wrote: NaN, or a subnormal whose inverse is infinite. A
+        # written scale is a normal number.
+        scale = jnp.where((scale >= MIN_SCALE) & (scale < jnp.inf), scale, 1.0)
         factor, exponent, inverse = scale * (call.sm_scale * log2e), jnp.log2(scale), 1 / scale
         s = scores_of(tile, q_smem, BYTES)
         s = s * across(factor, s) * down(plgpu.load(unit_smem, layout=COLUMNS), s)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32, UInt8
 
@@ -14,6 +15,7 @@ from pallas_kernels import implementations
 _MOSAIC, _XLA = "pallas_kernels.state_step.mosaic_gpu", "pallas_kernels.state_step.reference"
 DELTA = {"mosaic": (_MOSAIC, "delta_step"), "xla": (_XLA, "delta_step")}
 SSM = {"mosaic": (_MOSAIC, "ssm_step"), "xla": (_XLA, "ssm_step")}
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 CONV = {"mosaic": (_MOSAIC, "conv_step"), "xla": (_XLA, "conv_step")}
 
 
@@ -25,15 +27,24 @@ class StateBlocks:
         s * slot_stride + first + j * piece_stride
 
     and block i are the bytes [i * n, (i + 1) * n), n the bytes of a piece. Blocks are numbered below 2**31, bytes are not.
-    A slot that is not positive is dead: slot 0 is padding, -1 no slot at all. Live slots of one call are distinct.
+    A slot that is not positive, or lies outside the pool, is dead: slot 0 is padding, -1 no slot at all. Live slots of one
+    call are distinct.
 
-    first: int32 scalar, a run-time operand, so that all layers run one kernel. dtype: float32 or bfloat16, as stored.
+    first: int32 scalar, a run-time operand, so that all layers run one kernel. dtype: float32, bfloat16 or float16, as
+    stored. shape: [pieces, *piece] of what lies there; a step of another shape is an error. None: not known.
     """
 
     first: Int32[Array, ""] | int
     slot_stride: int = field(metadata={"static": True})
     piece_stride: int = field(metadata={"static": True})
     dtype: DTypeLike = field(metadata={"static": True}, default="float32")
+    shape: tuple[int, ...] | None = field(metadata={"static": True}, default=None)
+
+
+def last_slot(blocks: StateBlocks, num_blocks: int, first: Array | int, pieces: int) -> Array:
+    """The last slot whose `pieces` pieces all lie in a pool of that many blocks."""
+    room = num_blocks - 1 - (pieces - 1) * blocks.piece_stride - jnp.asarray(first, jnp.int32)
+    return lax.div(room, jnp.int32(blocks.slot_stride))
 
 
 def delta_step(
@@ -85,7 +96,7 @@ def delta_step(
         )
     for label, x in (("qkv", qkv), ("f", f), ("b", b)):
         _check_float(name, label, x)
-    _check_pool(name, buffer, slots, blocks, rows, piece)
+    _check_pool(name, buffer, slots, blocks, rows, (heads, *piece))
     run = implementations.run(name, DELTA, implementation)
     return run(buffer, slots, blocks, qkv, f, b, a_log, dt_bias, piece=piece)  # type: ignore[no-any-return]
 
@@ -122,7 +133,7 @@ def ssm_step(
             c=(c, (rows, groups, width)),
         ),
     )
-    _check_pool(name, buffer, slots, blocks, rows, (head_dim, width))
+    _check_pool(name, buffer, slots, blocks, rows, (heads, head_dim, width))
     run = implementations.run(name, SSM, implementation)
     return run(buffer, slots, blocks, x, dt, a, b, c)  # type: ignore[no-any-return]
 
@@ -154,7 +165,7 @@ def conv_step(
     _check_float(name, "x", x)
     if x.dtype != np.dtype(blocks.dtype):
         raise ValueError(f"{name}: x is {x.dtype}, its last values are stored as {np.dtype(blocks.dtype)}")
-    _check_pool(name, buffer, slots, blocks, rows, (channels,))
+    _check_pool(name, buffer, slots, blocks, rows, (kernel - 1, channels))
     run = implementations.run(name, CONV, implementation)
     return run(buffer, slots, blocks, x, weight, bias, residual=residual)  # type: ignore[no-any-return]
 
@@ -172,13 +183,14 @@ def _check(operation: str, float32: dict[str, tuple[Array, tuple[int, ...]]]) ->
 
 
 def _check_float(operation: str, name: str, x: Array) -> None:
-    if x.dtype not in (jnp.float32, jnp.bfloat16):
-        raise ValueError(f"{operation}: {name} is {x.dtype}, need float32 or bfloat16")
+    if x.dtype not in _FLOATS:
+        raise ValueError(f"{operation}: {name} is {x.dtype}, need float32, bfloat16 or float16")
 
 
 def _check_pool(
-    operation: str, buffer: Array, slots: Array, blocks: StateBlocks, rows: int, piece: tuple[int, ...]
+    operation: str, buffer: Array, slots: Array, blocks: StateBlocks, rows: int, shape: tuple[int, ...]
 ) -> None:
+    """shape: [pieces, *piece] that the step changes."""
     if buffer.ndim != 1 or buffer.dtype != jnp.uint8:
         raise ValueError(
             f"{operation}: buffer is {buffer.dtype}{list(buffer.shape)}, need uint8[total_bytes]"
@@ -186,13 +198,17 @@ def _check_pool(
     if slots.shape != (rows,) or slots.dtype != jnp.int32:
         raise ValueError(f"{operation}: slots is {slots.dtype}{list(slots.shape)}, need int32[{rows}]")
     dtype = np.dtype(blocks.dtype)
-    if dtype not in (np.float32, jnp.bfloat16):
-        raise ValueError(f"{operation}: the state is stored as {dtype}, need float32 or bfloat16")
+    if dtype not in _FLOATS:
+        raise ValueError(f"{operation}: the state is stored as {dtype}, need float32, bfloat16 or float16")
     if min(blocks.slot_stride, blocks.piece_stride) < 1:
         raise ValueError(
             f"{operation}: slot_stride {blocks.slot_stride} and piece_stride {blocks.piece_stride} must be positive"
         )
-    size = math.prod(piece) * dtype.itemsize
+    if blocks.shape is not None and tuple(blocks.shape) != tuple(shape):
+        raise ValueError(
+            f"{operation}: the step changes state of shape {list(shape)}, the pool holds {list(blocks.shape)}"
+        )
+    size = math.prod(shape[1:]) * dtype.itemsize
     if size == 0 or buffer.shape[0] % size:
         raise ValueError(
             f"{operation}: buffer of {buffer.shape[0]} bytes is no whole number of blocks of {size} bytes"

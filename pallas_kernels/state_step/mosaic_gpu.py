@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gmem
-from pallas_kernels.state_step.api import StateBlocks
+from pallas_kernels.state_step.api import StateBlocks, last_slot
 from pallas_kernels.state_step.formulas import UNIT_EPS
 
 ACCESS_BYTES = 16  # of the widest load or store of a thread
@@ -94,7 +94,9 @@ def delta_step(
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return plgpu.layout_cast(lax.broadcast_in_dim(x, (depth, columns), (axis,)), layout)
 
-        @pl.when(slot > 0)
+        inside = _inside(refs, blocks, slot, heads)
+
+        @pl.when(inside)
         def live() -> None:
             stored = refs["pool"].at[_block(refs, blocks, slot, head), :, pl.ds(part, columns)]
             state = _load(stored, layout)
@@ -125,7 +127,7 @@ def delta_step(
             stored[...] = state.astype(stored.dtype)
             out[...] = read + delta * kq
 
-        pl.when(slot <= 0)(lambda: _store_zeros(out, along_columns))
+        pl.when(jnp.logical_not(inside))(lambda: _store_zeros(out, along_columns))
 
     return _launch(
         delta_step,
@@ -174,7 +176,9 @@ def ssm_step(
         def spread(x: jax.Array, axis: int) -> jax.Array:
             return plgpu.layout_cast(lax.broadcast_in_dim(x, (tile, width), (axis,)), layout)
 
-        @pl.when(slot > 0)
+        inside = _inside(refs, blocks, slot, heads)
+
+        @pl.when(inside)
         def live() -> None:
             stored = refs["pool"].at[_block(refs, blocks, slot, head), part, :]
             state = _load(stored, layout)
@@ -186,7 +190,7 @@ def ssm_step(
             c = _load(refs["c"].at[row, group], along_columns)
             out[...] = jnp.sum(state * spread(c, 1), axis=1)
 
-        pl.when(slot <= 0)(lambda: _store_zeros(out, along_rows))
+        pl.when(jnp.logical_not(inside))(lambda: _store_zeros(out, along_rows))
 
     return _launch(
         ssm_step,
@@ -222,7 +226,9 @@ def conv_step(
         part = pl.ds(lax.axis_index("part") * tile, tile)
         slot, out = refs["slots"][row], refs["out"].at[row, part]
 
-        @pl.when(slot > 0)
+        inside = _inside(refs, blocks, slot, kernel - 1)
+
+        @pl.when(inside)
         def live() -> None:
             stored = [refs["pool"].at[_block(refs, blocks, slot, j), part] for j in range(kernel - 1)]
             window = [_load(ref, layout) for ref in [*stored, refs["x"].at[row, part]]]
@@ -235,7 +241,7 @@ def conv_step(
             y = window[-1] + y if residual else y / (1 + jnp.exp(-y))
             out[...] = y.astype(x.dtype)
 
-        pl.when(slot <= 0)(lambda: _store_zeros(out, layout))
+        pl.when(jnp.logical_not(inside))(lambda: _store_zeros(out, layout))
 
     return _launch(
         conv_step,
@@ -262,6 +268,12 @@ def _launch(
     scratch: dict[str, Any] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     dtype = np.dtype(blocks.dtype)
+    if slots.shape[0] == 0:
+        return buffer, jnp.zeros(out.shape, out.dtype)
+    if half := [name for name, x in inputs.items() if x is not None and x.dtype == jnp.float16]:
+        raise NotImplementedError(f"the mosaic form serves no float16, found it in {half}")
+    if dtype == np.float16:
+        raise NotImplementedError("the mosaic form serves state in float32 and bfloat16, found float16")
     pool = lax.bitcast_convert_type(buffer.reshape(-1, dtype.itemsize), dtype).reshape(-1, *piece)
     first = jnp.asarray(blocks.first, jnp.int32).reshape(1)
     made = gmem.launch(
@@ -273,6 +285,12 @@ def _launch(
         scratch=scratch,
     )
     return lax.bitcast_convert_type(made["pool"], jnp.uint8).reshape(-1), made["out"]
+
+
+def _inside(refs: dict[str, Any], blocks: StateBlocks, slot: jax.Array, pieces: int) -> jax.Array:
+    """Whether all pieces of a slot lie in the pool; without a product that could overflow."""
+    last = last_slot(blocks, refs["pool"].shape[0], refs["first"][0], pieces)
+    return (slot > 0) & (slot <= last)
 
 
 def _block(refs: dict[str, Any], blocks: StateBlocks, slot: jax.Array, piece: jax.Array | int) -> jax.Array:

@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import byte_rows
 from pallas_kernels.state_step import formulas
-from pallas_kernels.state_step.api import StateBlocks
+from pallas_kernels.state_step.api import StateBlocks, last_slot
 
 
 def delta_step(
@@ -71,7 +72,8 @@ def _step(
 ) -> tuple[jax.Array, jax.Array]:
     """`change`: state [rows, pieces, *piece] -> (out [rows, ...], state). The stored dtype is seen here alone."""
     rows, size = slots.shape[0], math.prod(piece)
-    live = slots > 0
+    num_blocks = buffer.shape[0] // (size * np.dtype(blocks.dtype).itemsize)
+    live = (slots > 0) & (slots <= last_slot(blocks, num_blocks, blocks.first, pieces))
     offsets = blocks.first + jnp.arange(pieces, dtype=jnp.int32) * blocks.piece_stride
     index = jnp.where(live, slots, 0)[:, None] * blocks.slot_stride + offsets
     state = byte_rows.read_rows(buffer, blocks.dtype, size, index).reshape(rows, pieces, *piece)

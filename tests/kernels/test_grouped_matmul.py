@@ -63,7 +63,7 @@ def test_xla():
 
 
 @pytest.mark.parametrize(("tile", "inner", "outer"), [(64, 192, 64), (128, 64, 128)])
-def test_mosaic_interpreted(monkeypatch, tile, inner, outer):
+def test_mosaic_interpreted(monkeypatch, capfd, tile, inner, outer):
     """The kernel's own body with TMA, barriers and wgmma simulated."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -75,6 +75,7 @@ def test_mosaic_interpreted(monkeypatch, tile, inner, outer):
     x, matrices, layout, expected, slot = case(30, inner, outer, jnp.bfloat16, tile)
     found = mosaic_gpu.multiply(x, matrices, layout)
     np.testing.assert_allclose(np.asarray(found, np.float32)[slot], expected, rtol=2e-2, atol=0.2)
+    assert "RACE DETECTED" not in "".join(capfd.readouterr())  # the interpreter prints what it sees
 
 
 @pytest.mark.gpu

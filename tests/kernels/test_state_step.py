@@ -1,8 +1,9 @@
 """Decode steps of recurrent state against float64, for every implementation."""
 
+import io
 import math
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -73,13 +74,15 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 @contextmanager
 def interpreted():
-    """Inside, the Mosaic kernels run in Pallas' interpreter, as if on a Hopper GPU."""
+    """Inside, the Mosaic kernels run in Pallas' interpreter, as if on a Hopper GPU; it prints the races that it sees."""
     with (
+        redirect_stdout(io.StringIO()) as printed,
         plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(implementations, "device", SimpleNamespace(target=lambda: ("cuda", (9, 0))))
         yield
+    assert "RACE DETECTED" not in printed.getvalue()
 
 
 def run(implementation, case, buffer, slots, blocks, *inputs):
@@ -200,11 +203,27 @@ class TestStep:
     def test_no_row_is_live(self, implementation, name):
         case, rng = CASES[name], np.random.default_rng(1)
         pool, inputs = Pool(case, rng), random_inputs(case, rng)
-        buffer, out = run(
-            implementation, case, pool.buffer, jnp.full(ROWS, -1, jnp.int32), pool.blocks, *inputs
-        )
+        slots = jnp.array([-1, 9 + 10**6, 2**30, 2**31 - 1, -(2**31)], jnp.int32)
+        buffer, out = run(implementation, case, pool.buffer, slots, pool.blocks, *inputs)
         np.testing.assert_array_equal(buffer, pool.buffer)
         assert not np.any(np.asarray(out))
+
+
+@pytest.mark.parametrize("name", ["kda", "mamba2 bfloat16", "convolution"])
+def test_float16_runs_in_xla_and_the_mosaic_kernel_declines_it(name):
+    case = CASES[name]
+    if case.function is not ssm_step:
+        case = replace(case, x="float16")
+    case, rng = replace(case, state="float16"), np.random.default_rng(2)
+    pool, inputs = Pool(case, rng), random_inputs(case, rng)
+    slots, live = jnp.asarray(SLOTS, jnp.int32), np.array(SLOTS) > 0
+    buffer, out = run("xla", case, pool.buffer, slots, pool.blocks, *inputs)
+    expected, state = exact(case, inputs, pool.state())
+    assert error(out[live], expected[live]) < 1e-3
+    after = pool.after(buffer)
+    assert all(error(after[pool.at(slot)], state[row]) < 1e-3 for row, slot in enumerate(SLOTS) if slot > 0)
+    with pytest.raises(NotImplementedError, match="float16"):
+        run("interpreted", case, pool.buffer, slots, pool.blocks, *inputs)
 
 
 def test_tiles_fit_registers_and_divide_the_state():
@@ -243,13 +262,17 @@ class TestBadInput:
             (dict(f=jnp.ones((ROWS, 4, 2))), r"f has shape \[5, 4, 2\], need \[5, 4, 1 or 32\]"),
             (dict(a_log=jnp.ones(3)), r"a_log is float32\[3\], need float32\[4\]"),
             (dict(dt_bias=jnp.ones((4, 1), jnp.bfloat16)), "dt_bias is bfloat16"),
-            (dict(b=jnp.ones((ROWS, 4), jnp.float16)), "b is float16, need float32 or bfloat16"),
+            (dict(b=jnp.ones((ROWS, 4), jnp.int32)), "b is int32, need float32, bfloat16 or float16"),
             (
                 dict(qkv=jnp.ones((ROWS, 320))),
                 r"qkv has shape \[5, 320\], need \[5, 128 \+ 64 \* key heads\]",
             ),
-            (dict(qkv=jnp.ones((ROWS, 256), jnp.float16)), "qkv is float16, need float32 or bfloat16"),
-            (dict(blocks=StateBlocks(0, 4, 1, "float16")), "stored as float16"),
+            (dict(qkv=jnp.ones((ROWS, 256), jnp.int32)), "qkv is int32, need float32, bfloat16 or float16"),
+            (
+                dict(blocks=StateBlocks(0, 4, 1, shape=(4, 32, 64))),
+                r"state of shape \[4, 32, 32\], the pool holds \[4, 32, 64\]",
+            ),
+            (dict(blocks=StateBlocks(0, 4, 1, "int32")), "stored as int32"),
             (dict(blocks=StateBlocks(0, 0, 1)), "slot_stride 0"),
             (dict(implementation="cuda"), "'cuda' is not one of"),
         ],

@@ -27,7 +27,11 @@ from ukv_jax.models.weights import load_model
 GOLDEN = Path(__file__).parent / "golden"
 CHUNK = 64
 # Large programs for tiny inputs: LLVM's passes would take longer than all that runs.
-jit = partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+jit = (
+    partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    if jax.default_backend() == "cpu"
+    else jax.jit
+)
 
 
 def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:

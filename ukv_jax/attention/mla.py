@@ -94,7 +94,8 @@ def extend(
     """Attention of a chunk, K and V of its own tokens expanded for each head and not read back from the pool.
 
     The first new_len tokens of a row stand at q_start onward; `source` may cover them, what it names from q_start on is
-    not read. An fp8 pool therefore rounds a token for later steps and not for those of its own chunk.
+    not read. A pool narrower than kv_c (bfloat16 under float32, fp8) therefore rounds a token for later steps and not for
+    those of its own chunk.
     """
     region, spec = subpool.region(), latent_spec(subpool)
     rows, tokens, heads, _ = q.shape

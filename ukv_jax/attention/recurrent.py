@@ -17,7 +17,13 @@ def blocks(subpool: SubPool, part: str, layer: int) -> StateBlocks:
     """Where the pieces of `part` at cache-layer `layer` lie, for a kernel that reads and writes them in place."""
     [spec] = _parts(subpool, [part])
     first = subpool.block_offset(layer * spec.blocks_per_layer, part)
-    return StateBlocks(jnp.int32(first), subpool.stride(part), views.block_step(subpool), spec.dtype)
+    return StateBlocks(
+        jnp.int32(first),
+        subpool.stride(part),
+        views.block_step(subpool),
+        spec.dtype,
+        (spec.blocks_per_layer, *spec.block_shape),
+    )
 
 
 def _block_index(

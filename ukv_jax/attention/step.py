@@ -142,8 +142,7 @@ class PoolStep:
     ) -> tuple[Float[Array, "rows channels"], "PoolStep"]:
         """One token a row through a short convolution whose last inputs are state part `part` of `layer`.
 
-        As `pallas_kernels.state_step.conv_step`, like the next two methods of theirs. Their kernel is the best for the
-        device at hand, unless this step's implementation is "xla".
+        As `pallas_kernels.state_step.conv_step`, like the next two methods of theirs.
         """
         return self._state_step(state_step.conv_step, layer, part, x, weight, bias, residual=residual)
 
@@ -171,7 +170,7 @@ class PoolStep:
         self, step: Callable[..., Any], layer: int, part: str, *inputs: Array | None, **options: Any
     ) -> tuple[Array, "PoolStep"]:
         blocks = recurrent.blocks(self.layout.state, part, layer)
-        implementation = "xla" if self.implementation == "xla" else None
+        implementation = None if self.implementation == "triton" else self.implementation
         buffer, out = step(self.buffer, self.slots, blocks, *inputs, **options, implementation=implementation)
         return out, replace(self, buffer=buffer)
 
@@ -193,8 +192,9 @@ def begin_step(
 ) -> PoolStep:
     """Translates for a step of up to `tokens` new tokens a row, at positions seq_len onward.
 
-    The rows' pages must be reserved. delivery and implementation choose how attention gets its addresses and which
-    kernel runs.
+    The rows' pages must be reserved. delivery chooses how attention gets its addresses, implementation which kernel runs:
+    by its name where the operation has one of that name, else (chunks of MLA in Triton, chunks of GQA in Mosaic, state
+    steps in Triton) the one preferred for the device.
 
     Args:
       rows: request row of each lane; None = every request row, in order. Of lanes that name one row the first counts.
