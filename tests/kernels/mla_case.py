@@ -85,6 +85,11 @@ def make_case(
     rows = len(kv_end)
     pages, num_pages = shuffle_pages(kv_end, page_size, spare_pages, seed)
     pool = np.full((num_pages, blocks_per_page, page_size, row_width * kv_dtype.itemsize), 0xFF, np.uint8)
+    if fp8:  # NaN, infinity and subnormals as scales of slots that nobody wrote
+        scales = np.array([0xFFFFFFFF, 0x00000001, 0x7F800000, 0x0000FFFF, 0xFF800000, 0x80000001], np.uint32)
+        count = num_pages * blocks_per_page * page_size
+        words = np.resize(scales, count).view(np.uint8).reshape(*pool.shape[:3], 4)
+        pool[..., qk_width : qk_width + 4] = words
     pool[0] = 0
     kv = []
     for row in range(rows):
