@@ -389,7 +389,7 @@ def gqa_decode_mosaic(
                 pl.when(stop > start)(lambda: plgpu.barrier_wait(q_ready.at[worker]))
 
                 def one(i, carry):
-                    peak, total, acc, n = carry
+                    peak, total, weight, acc, n = carry
                     at = place(n)
                     position = (first_tile + i) * TILE
                     plgpu.barrier_wait(k_ready.at[at])
@@ -436,21 +436,25 @@ def gqa_decode_mosaic(
                     decay = jnp.exp2((peak - new_peak) * to_log2)
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
                     total = total * decay + p.sum(axis=1)
+                    # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
+                    # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
+                    p = p.astype(jnp.bfloat16)
+                    weight = weight * decay + p.astype(jnp.float32).sum(axis=1)
                     plgpu.barrier_wait(v_ready.at[at])
                     pl.when(tail)(lambda: clear(at, column, kv_first - position, kv_stop - position))
                     (acc,) = rescale([acc], decay)
                     values = v_smem.at[at, :, pl.ds(column, part_width)]
-                    (acc,) = add_products([acc], p.astype(jnp.bfloat16), [values])
+                    (acc,) = add_products([acc], p, [values])
                     plgpu.barrier_arrive(v_free.at[at])
-                    return new_peak, total, acc, n + 1
+                    return new_peak, total, weight, acc, n + 1
 
                 peak, total = first_sums(b, start, kv_first, kv_stop, q_position)
-                peak, total, acc, n = lax.fori_loop(
-                    start, stop, one, (peak, total, full((M, part_width), 0, _ACC), n)
+                peak, total, weight, acc, n = lax.fori_loop(
+                    start, stop, one, (peak, total, total, full((M, part_width), 0, _ACC), n)
                 )
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
-                acc = acc * across(jnp.where(seen, 1 / safe, 0), acc)
+                acc = acc * across(jnp.where(seen, 1 / jnp.where(seen, weight, 1), 0), acc)
                 log = peak * to_log2 + jnp.log2(safe)
                 whole = (start == 0) & (stop == tiles)
 

@@ -310,8 +310,7 @@ def test_cut_rows(implementation, options):
 def test_large_batch(implementation, head_dim):
     lengths = np.random.default_rng(0).integers(0, 400, 512)
     case = problem(implementation, lengths, heads=8, head_dim=head_dim, blocks_per_page=2, offsets=(0, 1))
-    # The worst of so many rows: P and out rounded to bf16 alone give 3.4e-3 in row 22 at head_dim 64.
-    case.check(*run(implementation, case), tolerance=4e-3)
+    case.check(*run(implementation, case))
 
 
 @pytest.mark.gpu
