@@ -21,8 +21,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels import paged_mosaic
 from pallas_kernels.gqa_decode.mosaic_bias import add_bias
-from pallas_kernels.mla_decode import MAX_DRAFT, mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
@@ -113,7 +114,7 @@ def gqa_decode_mosaic(
         case VirtualPages(req_to_page=pages, row_ids=row_ids, v2p=v2p):
             translate, blocks_per_page, ids = True, source.blocks_per_page, [pages, row_ids, v2p]
         case _:
-            raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
+            raise AssertionError("declined above")
     config = config or TuningConfig()
     plan = _Plan.make(config, head_dim, v_head_dim)
     sharing = heads // num_kv_heads
@@ -531,18 +532,11 @@ def _tile_columns(width: int, column: int = 0) -> int:
 
 
 def _decline(q, source, kv_dtype, v_head_dim, sm_scale) -> None:  # type: ignore[no-untyped-def]
-    s_q, head_dim = q.shape[1], q.shape[3]
-    if s_q > MAX_DRAFT:
-        raise NotImplementedError(
-            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
-        )
+    paged_mosaic.decline(q.shape[1], source, sm_scale)
+    head_dim = q.shape[3]
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
-    if source.page_size not in (8, 16, 32, 64, 128):
-        raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
     if head_dim % 32 or v_head_dim % 32 or max(head_dim, v_head_dim) > 512:
         raise NotImplementedError(
             f"heads must be multiples of 32 up to 512 wide, got {head_dim} and {v_head_dim}"
         )
-    if not sm_scale > 0:
-        raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")

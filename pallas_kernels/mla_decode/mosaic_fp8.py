@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels.mla_decode.api import MAX_DRAFT
+from pallas_kernels import paged_mosaic
 from pallas_kernels.mla_decode.mosaic_fp8_block import Call
 from pallas_kernels.mla_decode.mosaic_fp8_few import decode_few
 from pallas_kernels.mla_decode.mosaic_fp8_many import decode_many
-from pallas_kernels.read_source import ReadSource, TokenStream
+from pallas_kernels.read_source import ReadSource
 
 _ROPE = 64  # columns behind V; a row has as many bytes again for its scale and padding
 _SMS = 132
@@ -58,11 +58,7 @@ def mla_decode_mosaic_fp8(
     config = config or TuningConfig()
     queries = s_q * heads
     columns = 16 if queries <= 16 else 32 if queries <= 32 else 64
-    tiles = -(-queries // columns)
-    if tiles > config.blocks:
-        raise NotImplementedError(
-            f"s_q * heads = {queries} needs {tiles} blocks a row, more than {config.blocks}"
-        )
+    paged_mosaic.decline_latent(s_q, heads, v_width, columns, config.blocks)
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
     call = Call(
@@ -85,24 +81,13 @@ def mla_decode_mosaic_fp8(
 
 
 def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
-    s_q, qk_width = q.shape[1], q.shape[-1]
-    if s_q > MAX_DRAFT:
-        raise NotImplementedError(
-            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
-        )
-    if isinstance(source, TokenStream):
-        raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
+    paged_mosaic.decline(q.shape[1], source, sm_scale)
+    qk_width = q.shape[-1]
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.float8_e4m3fn:
         raise NotImplementedError(
             f"q must be bfloat16 and KV float8_e4m3fn, got {q.dtype} and {jnp.dtype(kv_dtype)}"
         )
-    if source.page_size not in (8, 16, 32, 64, 128):
-        raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
-    if v_width not in (256, 512):
-        raise NotImplementedError(f"v_width must be 256 or 512, got {v_width}")
     if qk_width != v_width + _ROPE or row_width != v_width + 2 * _ROPE:
         raise NotImplementedError(
             f"qk_width must be v_width + 64 and row_width v_width + 128, got {qk_width}, {row_width} and v_width {v_width}"
         )
-    if not sm_scale > 0:
-        raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")

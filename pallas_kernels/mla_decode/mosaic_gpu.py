@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
+from pallas_kernels import paged_mosaic
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
@@ -32,9 +33,8 @@ from pallas_kernels.mla_decode.mosaic_registers import (
     upper_half,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
+from pallas_kernels.read_source import ReadSource, VirtualPages
 
-MAX_S_Q = 8  # queries a row: one, or a draft to verify; longer chunks are `mla_prefill` work
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
 GROUP = 128  # columns of a box of V; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
 SLOTS = 3  # of the ring for the columns behind V, and for P
@@ -100,11 +100,7 @@ def mla_decode_mosaic(
     _decline(q, source, kv_dtype, row_width, v_width, sm_scale)
     queries = s_q * heads
     config = config or TuningConfig()
-    tiles = -(-queries // M)
-    if tiles > config.blocks:
-        raise NotImplementedError(
-            f"s_q * heads = {queries} needs {tiles} blocks a row, more than {config.blocks}"
-        )
+    paged_mosaic.decline_latent(s_q, heads, v_width, M, config.blocks)
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
     pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(
@@ -130,25 +126,14 @@ def mla_decode_mosaic(
 
 
 def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
-    s_q, qk_width = q.shape[1], q.shape[-1]
-    if s_q > MAX_S_Q:
-        raise NotImplementedError(
-            f"made for decode and for drafts of at most {MAX_S_Q} queries a row, got {s_q}"
-        )
-    if isinstance(source, TokenStream):
-        raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
+    paged_mosaic.decline(q.shape[1], source, sm_scale)
+    qk_width = q.shape[-1]
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
-    if source.page_size not in (8, 16, 32, 64, 128):
-        raise NotImplementedError(f"page_size must be 8, 16, 32, 64 or 128, got {source.page_size}")
     if not row_width == qk_width == v_width + 64:
         raise NotImplementedError(
             f"row_width and qk_width must be v_width + 64, got {row_width}, {qk_width} and v_width {v_width}"
         )
-    if v_width not in (256, 512):
-        raise NotImplementedError(f"v_width must be 256 or 512, got {v_width}")
-    if not sm_scale > 0:
-        raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")
 
 
 def _decode(
