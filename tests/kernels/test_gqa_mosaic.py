@@ -10,18 +10,9 @@ import pytest
 
 from pallas_kernels.gqa_decode import gqa_decode
 from pallas_kernels.gqa_decode.mosaic_gpu import TuningConfig, gqa_decode_mosaic
-from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from pallas_kernels.read_source import TokenStream
 from tests.deviceless import compile_for, requires_plugin, shape
-
-int32 = partial(shape, dtype="int32")
-
-
-def source(delivery, rows, page_size):
-    bounds = int32((rows,)), int32((rows,))
-    if delivery == "table":
-        return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
-    ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
-    return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
+from tests.kernels.abstract import int32, source
 
 
 def compiled(

@@ -14,8 +14,8 @@ import pytest
 
 from pallas_kernels.gqa_decode import KVScales, gqa_decode
 from pallas_kernels.gqa_decode.triton import tile_sizes
-from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
 from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
+from tests.kernels.abstract import int32, sources
 
 pytestmark = [
     pytest.mark.deviceless,
@@ -29,15 +29,7 @@ pytestmark = [
 SHARED_MEMORY = {"h200": 227 << 10, "a100": 163 << 10, "rtx4090": 99 << 10, "b200": 227 << 10}
 CAPABILITY = {"h200": (9, 0), "a100": (8, 0), "rtx4090": (8, 9), "b200": (10, 0)}
 ROWS = 64
-int32 = partial(shape, dtype="int32")
-bounds = int32((ROWS,)), int32((ROWS,))
-SOURCES = {
-    "table": PageTable(int32((ROWS, 128)), *bounds, page_size=64),
-    "stream": TokenStream(int32((1 << 20,)), int32((ROWS + 1,)), *bounds, page_size=1),
-    "virtual": VirtualPages(
-        int32((256, 128)), bounds[0], int32((10_001,)), *bounds, page_size=16, blocks_per_page=27
-    ),
-}
+SOURCES = sources(ROWS)
 
 
 def arguments(heads, kv_heads, width, source="table", s_q=1, blocks=1000):
@@ -95,7 +87,7 @@ def test_no_copy_and_captured(source):
         args = (
             *arguments(32, 8, 128, source, s_q=3, blocks=blocks),
             scales,
-            bounds[0],
+            int32((ROWS,)),
             shape((32,), "float32"),
         )
         program = compile_for(call, *args, options=CAPTURE_LOOPS)

@@ -4,7 +4,6 @@ The kernel emits its loads and conversions as MLIR for a warpgroup. Here the sam
 values, over a shared memory of bytes that counts bank conflicts, and their fragments are multiplied as PTX says WGMMA does.
 """
 
-from functools import partial
 from types import SimpleNamespace
 
 import jax
@@ -13,11 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_decode import mosaic_fp8_registers as registers
 from pallas_kernels.mla_decode.mosaic_fp8 import TuningConfig, mla_decode_mosaic_fp8
-from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
-from tests.deviceless import compile_for, requires_plugin, shape
+from tests.deviceless import requires_plugin, shape
+from tests.kernels.abstract import MLA_DECLINES, compile_mla, source
 
 LANES = 128
 THREAD = np.arange(LANES)
@@ -228,33 +226,14 @@ def test_queries_reach_shared_memory_in_the_order_of_k(warpgroup, columns, lines
     assert all(free for _, free in warpgroup)
 
 
-int32 = partial(shape, dtype="int32")
 OPTIONS = {"kv_dtype": jnp.float8_e4m3fn, "row_width": 640, "v_width": 512, "sm_scale": 0.1}
-
-
-def source(delivery, rows, page_size):
-    bounds = int32((rows,)), int32((rows,))
-    if delivery == "table":
-        return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
-    ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
-    return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
 
 
 def compiled(
     rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=1000, logit_cap=None, v_width=512
 ):
     options = {**OPTIONS, "row_width": v_width + 128, "v_width": v_width, "logit_cap": logit_cap}
-    attention = lambda q, pool, source, offset, q_start: mla_decode(
-        q, pool, source, offset, q_start=q_start, implementation="mosaic", **options
-    )
-    return compile_for(
-        attention,
-        shape((rows, s_q, heads, v_width + 64), "bfloat16"),
-        shape((pool_blocks * page_size * (v_width + 128),), "uint8"),
-        source(delivery, rows, page_size),
-        int32(()),
-        int32((rows,)) if s_q > 1 else None,
-    )
+    return compile_mla(rows, heads, delivery, page_size, s_q, pool_blocks, v_width + 128, **options)
 
 
 @pytest.mark.deviceless
@@ -298,11 +277,7 @@ GOOD = dict(
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
-        (
-            {"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)},
-            "no token stream",
-        ),
+        *MLA_DECLINES,
         ({"q": shape((2, 1, 16, 576), "float32")}, "q must be bfloat16 and KV float8_e4m3fn, got float32"),
         ({"kv_dtype": jnp.bfloat16}, "got bfloat16 and bfloat16"),
         ({"row_width": 592}, "row_width v_width \\+ 128, got 576, 592 and v_width 512"),
@@ -310,9 +285,6 @@ GOOD = dict(
             {"q": shape((2, 1, 16, 192), "bfloat16"), "row_width": 256, "v_width": 128},
             "v_width must be 256 or 512",
         ),
-        ({"q": shape((2, 9, 16, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
-        ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
-        ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
     ],
 )
 def test_declines_with_the_reason(changes, reason):

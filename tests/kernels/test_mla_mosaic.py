@@ -9,51 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_decode.mosaic_gpu import TuningConfig, mla_decode_mosaic
-from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
 from tests.deviceless import compile_for, requires_plugin, shape
+from tests.kernels.abstract import MLA_DECLINES, compile_mla, int32, source
 from tests.kernels.mla_case import make_case
 
-int32 = partial(shape, dtype="int32")
 OPTIONS = {"kv_dtype": "bfloat16", "row_width": 576, "v_width": 512, "sm_scale": 0.1}
 BLOCKS = 132
-
-
-def source(delivery, rows, page_size):
-    bounds = int32((rows,)), int32((rows,))
-    if delivery == "table":
-        return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
-    ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
-    return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
 
 
 def compiled(
     rows, heads, delivery="table", page_size=64, s_q=1, pool_blocks=1000, logit_cap=None, v_width=512
 ):
-    row_width = v_width + 64
-    options = {**OPTIONS, "row_width": row_width, "v_width": v_width}
-
-    def attention(q, pool, source, block_offset, q_start):
-        return mla_decode(
-            q,
-            pool,
-            source,
-            block_offset,
-            q_start=q_start,
-            logit_cap=logit_cap,
-            implementation="mosaic",
-            **options,
-        )
-
-    return compile_for(
-        attention,
-        shape((rows, s_q, heads, row_width), "bfloat16"),
-        shape((pool_blocks * page_size * row_width * 2,), "uint8"),
-        source(delivery, rows, page_size),
-        int32(()),
-        int32((rows,)) if s_q > 1 else None,
-    )
+    options = {**OPTIONS, "row_width": v_width + 64, "v_width": v_width, "logit_cap": logit_cap}
+    return compile_mla(rows, heads, delivery, page_size, s_q, pool_blocks, 2 * (v_width + 64), **options)
 
 
 @pytest.mark.deviceless
@@ -120,11 +89,7 @@ GOOD = dict(
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
-        (
-            {"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)},
-            "no token stream",
-        ),
+        *MLA_DECLINES,
         ({"q": shape((2, 1, 16, 576), "float32")}, "must be bfloat16, got float32"),
         ({"kv_dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
         ({"row_width": 640}, "must be v_width \\+ 64, got 640, 576 and v_width 512"),
@@ -132,9 +97,6 @@ GOOD = dict(
             {"q": shape((2, 1, 16, 192), "bfloat16"), "row_width": 192, "v_width": 128},
             "v_width must be 256 or 512, got 128",
         ),
-        ({"q": shape((2, 9, 16, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
-        ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
-        ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
     ],
 )
 def test_declines_with_the_reason(changes, reason):

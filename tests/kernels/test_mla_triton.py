@@ -7,8 +7,9 @@ import pytest
 
 from pallas_kernels.mla_decode import mla_decode
 from pallas_kernels.mla_decode.triton import tile_sizes
-from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
+from pallas_kernels.read_source import PageTable
 from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
+from tests.kernels.abstract import int32, sources
 
 pytestmark = [
     pytest.mark.deviceless,
@@ -21,15 +22,7 @@ pytestmark = [
 # Bytes of shared memory that one block may ask for (CUDA C++ Programming Guide, compute capabilities 8.0 to 10.0).
 SHARED_MEMORY = {"h200": 227 << 10, "a100": 163 << 10, "rtx4090": 99 << 10, "b200": 227 << 10}
 ROWS = 64
-int32 = partial(shape, dtype="int32")
-bounds = int32((ROWS,)), int32((ROWS,))
-SOURCES = {
-    "table": PageTable(int32((ROWS, 128)), *bounds, page_size=64),
-    "stream": TokenStream(int32((1 << 20,)), int32((ROWS + 1,)), *bounds, page_size=1),
-    "virtual": VirtualPages(
-        int32((256, 128)), bounds[0], int32((10_001,)), *bounds, page_size=16, blocks_per_page=27
-    ),
-}
+SOURCES = sources(ROWS)
 
 
 def attention(q, pool, source, block_offset, fp8=False, **options):
@@ -86,7 +79,7 @@ def test_no_copy_and_captured(source, fp8):
         program = compile_for(
             lambda *args, call=call: call(*args[:-1], q_start=args[-1]),
             *args,
-            bounds[0],
+            int32((ROWS,)),
             options=CAPTURE_LOOPS,
         )
         assert all(thunk.captured for thunk in program.launches)
