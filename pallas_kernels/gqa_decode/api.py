@@ -1,6 +1,7 @@
 """Paged GQA attention: the public function and the table of its implementations."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -93,18 +94,27 @@ def gqa_decode(
         of another class.
       NotImplementedError: the named implementation cannot serve this call on this device; the text says why.
     """
-    kv_dtype = jnp.dtype(kv_dtype)
-    width = v_head_dim or q.shape[-1]
-    check(
-        q, buffer, source, v_offset, kv_dtype, num_kv_heads, width, scales, window, sinks, logit_cap, relative_bias, q_start
+    operands, options = arguments(
+        q, buffer, source, k_offset, v_offset, q_start, kv_dtype=kv_dtype, num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim, sm_scale=sm_scale, scales=scales, window=window, sinks=sinks, logit_cap=logit_cap,
+        relative_bias=relative_bias,
     )  # fmt: skip
     call = implementations.run("gqa_decode", IMPLEMENTATIONS, implementation)
-    return call(  # type: ignore[no-any-return]
-        q,
-        buffer,
-        source,
-        jnp.asarray(k_offset, jnp.int32),
-        None if v_offset is None else jnp.asarray(v_offset, jnp.int32),
+    return call(*operands, q_start=q_start, **options)  # type: ignore[no-any-return]
+
+
+def arguments(  # type: ignore[no-untyped-def]
+    q, buffer, source, k_offset, v_offset, q_start, *, kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window,
+    sinks, logit_cap, relative_bias,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """Arguments of `gqa_decode` and `gqa_prefill`, checked and as implementations take them, less q_start."""
+    kv_dtype = jnp.dtype(kv_dtype)
+    width = v_head_dim or q.shape[-1]
+    _check(
+        q, buffer, source, v_offset, kv_dtype, num_kv_heads, width, scales, window, sinks, logit_cap, relative_bias, q_start
+    )  # fmt: skip
+    offsets = jnp.asarray(k_offset, jnp.int32), None if v_offset is None else jnp.asarray(v_offset, jnp.int32)
+    return (q, buffer, source, *offsets), dict(
         kv_dtype=kv_dtype,
         num_kv_heads=num_kv_heads,
         v_head_dim=width,
@@ -114,11 +124,10 @@ def gqa_decode(
         sinks=sinks,
         logit_cap=None if logit_cap is None else float(logit_cap),
         relative_bias=relative_bias,
-        q_start=q_start,
     )
 
 
-def check(  # type: ignore[no-untyped-def]
+def _check(  # type: ignore[no-untyped-def]
     q, buffer, source, v_offset, kv_dtype, kv_heads, v_head_dim, scales, window, sinks, logit_cap, relative_bias, q_start
 ) -> None:  # fmt: skip
     """Raises what `gqa_decode` and `gqa_prefill` say of arguments that do not fit each other."""

@@ -1,24 +1,21 @@
 """Paged GQA attention by jax-triton: for GPUs, shapes and options that the Mosaic kernel declines."""
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import device
+from pallas_kernels.gqa_decode.triton_operands import decline, padded_widths, prepare
 from pallas_kernels.jax_triton_call import triton_call
-from pallas_kernels.paged_launch import operands, power_of_two
+from pallas_kernels.paged_launch import power_of_two
 from pallas_kernels.read_source import ReadSource
 
 if TYPE_CHECKING:
     from pallas_kernels.gqa_decode.api import KVScales
 
-_LOG2_E = math.log2(math.e)
 _MAX_ROWS = 4096  # a program holds the lengths of all rows at once
-_MAX_WIDTH = 512
 
 
 def gqa_decode_triton(
@@ -46,40 +43,38 @@ def gqa_decode_triton(
     """
     rows, s_q, heads, head_dim = q.shape
     capability = device.target()[1]
-    fp8 = scales is not None
-    if q.dtype not in (jnp.bfloat16, jnp.float16) or kv_dtype != (jnp.float8_e4m3fn if fp8 else q.dtype):
-        raise NotImplementedError(
-            f"the Triton kernel serves q and KV in bfloat16 or float16, and float8_e4m3fn KV, got {q.dtype} and {kv_dtype}"
-        )
-    if fp8 and q.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"the Triton kernel serves bfloat16 q over float8_e4m3fn KV, got {q.dtype}")
+    decline(q, kv_dtype, v_head_dim, scales is not None)
     if not 1 <= rows <= _MAX_ROWS:
         raise NotImplementedError(f"the Triton kernel serves 1 to {_MAX_ROWS} rows, got {rows}")
-    if max(head_dim, v_head_dim) > _MAX_WIDTH:
-        raise NotImplementedError(
-            f"the Triton kernel serves heads up to {_MAX_WIDTH} wide, got {head_dim} and {v_head_dim}"
-        )
 
     from pallas_kernels import paged_triton
     from pallas_kernels.gqa_decode import triton_kernels
 
     sharing = s_q * heads // num_kv_heads
-    k_p2, v_p2 = (max(16, power_of_two(width)) for width in (head_dim, v_head_dim))
+    k_p2, v_p2 = padded_widths(head_dim, v_head_dim)
     tile = tile_sizes(capability, sharing, (k_p2 + v_p2) * kv_dtype.itemsize, v_p2)
     groups = num_kv_heads * -(-sharing // tile["COLS"])
     slices = max(1, tile["PER_CORE"] * device.core_count() // groups)
-    ps = source.page_size
-    row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
-    pool = buffer if fp8 else lax.bitcast_convert_type(buffer.reshape(-1, 2), kv_dtype).reshape(-1)
-    none = source.kv_end  # stands in for arrays that this call does not have
-    read = operands(source)
     # Without q_start the queries end at kv_end.
     first_query, q_stop = (source.kv_end, 0) if q_start is None else (q_start, s_q)
-    if fp8:
-        scale_pool = lax.bitcast_convert_type(buffer.reshape(-1, 4), jnp.float32)
-        k_scale, v_scale = (jnp.asarray(x, jnp.int32) for x in (scales.k_offset, scales.v_offset))
-    else:
-        scale_pool = k_scale = v_scale = none
+    arrays, constants, read = prepare(
+        q,
+        buffer,
+        source,
+        k_offset,
+        v_offset,
+        first_query,
+        kv_dtype=kv_dtype,
+        num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim,
+        sm_scale=sm_scale,
+        scales=scales,
+        window=window,
+        sinks=sinks,
+        logit_cap=logit_cap,
+        relative_bias=relative_bias,
+        capability=capability,
+    )
     deal: dict[str, Any] = {
         "ROWS": rows,
         "ROWS_P2": power_of_two(rows),
@@ -99,24 +94,7 @@ def gqa_decode_triton(
     f32 = jnp.float32
     out, lse, part, part_lse = triton_call(
         triton_kernels.attend,
-        [
-            q,
-            pool,
-            scale_pool,
-            read.ids,
-            read.indptr,
-            read.row_ids,
-            read.v2p,
-            source.kv_start,
-            source.kv_end,
-            first_query,
-            k_offset,
-            k_offset if v_offset is None else v_offset,
-            k_scale,
-            v_scale,
-            none if sinks is None else sinks.astype(f32),
-            none if relative_bias is None else relative_bias,
-        ],
+        arrays,
         [
             jax.ShapeDtypeStruct((rows, s_q, heads, v_head_dim), q.dtype),
             jax.ShapeDtypeStruct((rows, s_q, heads), f32),
@@ -129,19 +107,7 @@ def gqa_decode_triton(
         num_stages=tile["STAGES"],
         **deal,
         STAGES=tile["STAGES"],
-        K=head_dim,
-        K_P2=k_p2,
-        ROW=row_width,
-        V_COLUMN=0 if v_offset is not None else num_kv_heads * head_dim,
-        **read.pages,
-        NUM_BLOCKS=buffer.shape[0] // (row_width * kv_dtype.itemsize * ps),
-        SCALE_RATIO=scales.blocks_per_entry if fp8 else 0,
-        WINDOW=0 if window is None else min(window, 2**31 - 1),
-        SCALE=sm_scale * _LOG2_E,
-        CAP=0.0 if logit_cap is None else logit_cap * _LOG2_E,
-        EXTENT=0 if relative_bias is None else relative_bias.shape[-1],
-        SINKS=sinks is not None,
-        NATIVE=capability >= (8, 9),
+        **constants,
     )
     # Few rows have many parts each: small tiles of V for enough programs, and many parts at a time.
     v_tile, chunk = (128, 2) if rows * groups >= device.core_count() else (32, 8)

@@ -1,11 +1,10 @@
 """Paged GQA attention of chunks: the public function and the table of its implementations."""
 
-import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import implementations
-from pallas_kernels.gqa_decode.api import KVScales, check
+from pallas_kernels.gqa_decode.api import KVScales, arguments
 from pallas_kernels.read_source import ReadSource
 
 # Every function takes what `gqa_prefill` takes, less `implementation`, and raises NotImplementedError with the reason, at
@@ -60,26 +59,10 @@ def gqa_prefill(
         of another class.
       NotImplementedError: the named implementation cannot serve this call on this device; the text says why.
     """
-    kv_dtype = jnp.dtype(kv_dtype)
-    width = v_head_dim or q.shape[-1]
-    check(
-        q, buffer, source, v_offset, kv_dtype, num_kv_heads, width, scales, window, sinks, logit_cap, relative_bias, q_start
+    operands, options = arguments(
+        q, buffer, source, k_offset, v_offset, q_start, kv_dtype=kv_dtype, num_kv_heads=num_kv_heads,
+        v_head_dim=v_head_dim, sm_scale=sm_scale, scales=scales, window=window, sinks=sinks, logit_cap=logit_cap,
+        relative_bias=relative_bias,
     )  # fmt: skip
     call = implementations.run("gqa_prefill", IMPLEMENTATIONS, implementation)
-    return call(  # type: ignore[no-any-return]
-        q,
-        buffer,
-        source,
-        jnp.asarray(k_offset, jnp.int32),
-        None if v_offset is None else jnp.asarray(v_offset, jnp.int32),
-        q_start,
-        kv_dtype=kv_dtype,
-        num_kv_heads=num_kv_heads,
-        v_head_dim=width,
-        sm_scale=float(sm_scale),
-        scales=scales,
-        window=window,
-        sinks=sinks,
-        logit_cap=None if logit_cap is None else float(logit_cap),
-        relative_bias=relative_bias,
-    )
+    return call(*operands, q_start, **options)  # type: ignore[no-any-return]
