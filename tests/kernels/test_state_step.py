@@ -56,7 +56,7 @@ def _conv(channels, kernel, bias=False, residual=False, dtype="float32"):
 
 CASES = {
     "kda": _delta(3, 3, 32, 32, 32),
-    "kda in two parts": _delta(2, 2, 32, 64, 32, x="bfloat16"),
+    "kda in two parts": _delta(2, 2, 32, 128, 32, x="bfloat16"),
     "kda bfloat16": _delta(2, 2, 32, 64, 32, state="bfloat16"),
     "gdn": _delta(2, 4, 32, 32, 1),
     "gdn, wide keys": _delta(1, 2, 256, 96, 1, x="bfloat16"),
