@@ -61,24 +61,17 @@ class TuningConfig:
     """Launch parameters.
 
     `blocks`: thread blocks, one a multiprocessor. `q_boxes_in_registers`: how many boxes of 128 columns of q the warpgroup
-    of the scores keeps in registers; what they free of shared memory goes to the ring of KV boxes. `head_start`: of how many
-    boxes of the next tile the products run beside the softmax of this one; it waits for these boxes first. Right on an
-    H200 at 128 heads, but not timed.
+    of the scores keeps in registers; what they free of shared memory goes to the ring of KV boxes.
     """
 
     blocks: int = _SMS
     q_boxes_in_registers: int = 3
-    head_start: int = 0
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {self.blocks}")
-        # The scores of two tiles take the registers of the third box.
-        most = 2 if self.head_start else 3
-        if not 0 <= self.q_boxes_in_registers <= most:
-            raise ValueError(f"q_boxes_in_registers must be 0 to {most}, got {self.q_boxes_in_registers}")
-        if not 0 <= self.head_start <= 4:
-            raise ValueError(f"head_start must be 0 to 4, got {self.head_start}")
+        if not 0 <= self.q_boxes_in_registers <= 3:
+            raise ValueError(f"q_boxes_in_registers must be 0 to 3, got {self.q_boxes_in_registers}")
 
 
 def mla_decode_mosaic(
@@ -151,7 +144,6 @@ def _decode(
     rest = width - v_width
     kept = min(config.q_boxes_in_registers, v_groups - 1)  # the others, at least one, lie in shared memory
     q_smem_bytes = 2 * M * ((v_groups - kept) * GROUP + rest)
-    head_start = min(config.head_start, v_groups)
     boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
     load_rows = min(page_size, TILE)  # of one TMA
@@ -359,33 +351,29 @@ def _decode(
                 for _ in range(2):  # for the two warpgroups that have no use for q
                     plgpu.barrier_arrive(rest_free.at[n.slot])
 
-                def products(n, s_ref, groups):
-                    """Issues Q K^T of these boxes of the tile at n, as they arrive; v_groups is the one behind V."""
-                    for g in groups:
-                        if g < v_groups:
-                            at = v_box(n, g)
-                            plgpu.barrier_wait(v_ready.at[at])
-                            queries_, k = q_kept[g] if g < kept else q_v_smem.at[g - kept], v_smem.at[at]
-                        else:
-                            plgpu.barrier_wait(rest_ready.at[n.slot])
-                            queries_, k = q_rest_smem, rest_smem.at[n.slot]
-                        plgpu.wgmma(s_ref, queries_, k.transpose((1, 0)))
-
                 def scores_of(n):
                     def product(s_ref):
-                        products(n, s_ref, range(v_groups + 1))
+                        for g in range(v_groups):
+                            at = v_box(n, g)
+                            plgpu.barrier_wait(v_ready.at[at])
+                            queries_ = q_kept[g] if g < kept else q_v_smem.at[g - kept]
+                            plgpu.wgmma(s_ref, queries_, v_smem.at[at].transpose((1, 0)))
+                        plgpu.barrier_wait(rest_ready.at[n.slot])
+                        plgpu.wgmma(s_ref, q_rest_smem, rest_smem.at[n.slot].transpose((1, 0)))
                         return s_ref[...]
 
                     return pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
 
-                def softmax(s, i, n, peak, total):
-                    """Hands over P of tile i of the row, at n, and its factors; returns the new peak and total."""
+                def one(i, carry):
+                    peak, total, weight, n = carry
                     position = (first_tile + i) * TILE
+                    s = scores_of(n)
                     if logit_cap is not None:
                         # tanh by exp2: the hardware's own tanh has 11 bits.
                         scale = 2 * sm_scale * log2e / logit_cap
                         s = logit_cap - (2 * logit_cap) / (1 + jnp.exp2(s * scale))
 
+                    sync_warpgroup()  # every warp has read K: P and zeros may be written over it
                     tail = (position < kv_first) | (position + TILE > kv_stop)
                     pl.when(tail)(lambda: clear(n, kv_first - position, kv_stop - position))
                     edge = tail | ((position + TILE > q_position + 1) if s_q > 1 else False)
@@ -397,45 +385,24 @@ def _decode(
                     new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
                     decay = jnp.exp2((peak - new_peak) * to_log2)
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                    rest_smem[n.slot] = p.astype(jnp.bfloat16)  # those columns of K are no longer needed
+                    rounded = p.astype(jnp.bfloat16)
+                    rest_smem[n.slot] = rounded  # those columns of K are no longer needed
                     factor_smem[n.slot] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_ready.at[n.slot])
-                    return new_peak, total * decay + p.sum(axis=1)
+                    # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
+                    # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
+                    weight = weight * decay + rounded.astype(jnp.float32).sum(axis=1)
+                    return new_peak, total * decay + p.sum(axis=1), weight, step(n)
 
-                def one(i, carry):
-                    peak, total, n = carry
-                    s = scores_of(n)
-                    sync_warpgroup()  # every warp has read K: P and zeros may be written over it
-                    return *softmax(s, i, n, peak, total), step(n)
-
-                def with_head_start(i, carry):
-                    """Softmax of tile i, whose scores are `s`, beside the first products of the next."""
-                    peak, total, s, n = carry
-                    sync_warpgroup()
-
-                    def run(next_ref):
-                        products(step(n), next_ref, range(head_start))
-                        new = softmax(s, i, n, peak, total)
-                        products(step(n), next_ref, range(head_start, v_groups + 1))
-                        return *new, next_ref[...]
-
-                    return *pl.run_scoped(run, plgpu.ACC((M, TILE), jnp.float32)), step(n)
-
-                n = step(n)
-                peak, total = full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS)
-                if head_start:
-                    s = scores_of(n)
-                    peak, total, s, n = lax.fori_loop(start, stop - 1, with_head_start, (peak, total, s, n))
-                    sync_warpgroup()
-                    peak, total = softmax(s, stop - 1, n, peak, total)
-                    n = step(n)
-                else:
-                    peak, total, n = lax.fori_loop(start, stop, one, (peak, total, n))
+                zero = full((M,), 0, _ROWS)
+                peak, total, weight, n = lax.fori_loop(
+                    start, stop, one, (full((M,), _MASKED, _ROWS), zero, zero, step(n))
+                )
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
                 plgpu.barrier_wait(end_free)
-                inverse_smem[...] = jnp.where(seen, 1 / safe, 0)
+                inverse_smem[...] = jnp.where(seen, 1 / jnp.where(seen, weight, 1), 0)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(end_ready)
                 whole, slot = destination(start, stop, tiles)
@@ -484,7 +451,7 @@ def _decode(
                         lse_ref[line_of_out] = jnp.float32(jnp.inf)
 
             for_empty_rows(share, empty)
-            plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
+            plgpu.barrier_arrive(end_free)  # the place of 1 / weight is free
 
             def send(values, n, ref, row):
                 """Stores the live rows of values [M, GROUP] by way of the boxes of tile n, which must be free."""
