@@ -11,6 +11,18 @@ if not Path("/dev/nvidiactl").exists():
     # The CUDA plugin wheels may be here to compile with; there is no device for them to run on.
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+else:
+    # Many processes share a card: each gives back what it no longer holds, where jax's own allocator keeps it.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    # Products by cuBLAS as it stands. XLA would compile and time dozens of kernels for each, on a card that others use.
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_gpu_enable_triton_gemm=false --xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
+    )
+
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # there is a worker for every core
+    if cards := len(list(Path("/dev").glob("nvidia[0-9]*"))):
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker.removeprefix("gw")) % cards))
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True

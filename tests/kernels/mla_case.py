@@ -2,12 +2,23 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache, partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.mla_decode import mla_decode
 from tests.kernels.paged_case import PagedCase, bounds, shuffle_pages
+
+
+@cache
+def program(implementation: str, **options):
+    """`mla_decode` as one compiled program: q, pool, source, block_offset, q_start to (out, lse)."""
+    attend = partial(mla_decode, implementation=implementation, **options)
+    return jax.jit(
+        lambda q, pool, source, offset, q_start=None: attend(q, pool, source, offset, q_start=q_start)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +35,12 @@ class Case(PagedCase):
 
     def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""
-        out, lse = mla_decode(
-            jnp.asarray(self.q),
-            jnp.asarray(self.pool),
-            self.source(delivery, extra_columns),
-            self.block_offset,
-            q_start=None if self.q_start is None else jnp.asarray(self.q_start),
-            implementation=implementation,
-            **self.options,
-        )
+        return self.run_on(self.pool, implementation, self.source(delivery, extra_columns))
+
+    def run_on(self, pool, implementation: str, source):
+        """`run` over another pool, with a source that names the same rows there."""
+        attend = program(implementation, **self.options)
+        out, lse = attend(self.q, pool, source, np.int32(self.block_offset), self.q_start)
         assert out.dtype == self.q.dtype
         assert lse.dtype == jnp.float32
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
