@@ -1,0 +1,389 @@
+"""Paged MLA decode in bf16 for up to 32 query lines a row, for Hopper in Pallas Mosaic GPU: products transposed.
+
+The schedule and the merge are those of `mosaic_gpu`. What differs: heads are columns, as few as there are (in eights), not
+64 padded rows. S^T = K Q^T and O^T = V^T P^T take K and V^T straight from the tile in shared memory, so that a tile needs
+half of the tensor cores' time and leaves its place early enough for a block that fell behind to catch up.
+
+Four warpgroups: one loads pages by TMA, one computes scores and softmax and hands P^T and the factors of rescaling over
+through shared memory, two accumulate half of V's columns each. docs/mla_decode.md derives the numbers.
+"""
+
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_fp8_block import (
+    ACC,
+    COLUMNS,
+    LOAD,
+    MASKED,
+    SLACK,
+    Block,
+    Call,
+    down,
+    full,
+)
+from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
+from pallas_kernels.mla_decode.mosaic_registers import lower_half, sync_warpgroup, upper_half
+from pallas_kernels.mla_decode.mosaic_schedule import TILE
+
+MOST_QUERIES = 32  # of a row: what leaves room for two tiles and two sets of queries in shared memory
+_LEFT, _SCORES = 1, 2  # roles of the warpgroups; the last one has V's right half
+_SLOTS = 2  # of the rings of KV tiles, queries and P
+_CHUNK = 64  # columns of a swizzled line, and the M of a WGMMA
+_BOX = 128  # columns of V in a box, which arrives by itself
+_TILED = (plgpu.TilingTransform((8, _CHUNK)), plgpu.SwizzleTransform(128))
+
+
+def decode_few(q, pool, source, block_offset, q_start, *, s_q, heads, v_width, sm_scale, logit_cap, blocks):
+    """As `mosaic_gpu._decode`: q [rows, s_q * heads padded to 8, width], pool [blocks, page_size, width] -> out, lse."""
+    rows, queries = q.shape[0], s_q * heads
+    call = FewCall(
+        q=q,
+        pool=pool,
+        source=source,
+        block_offset=block_offset,
+        q_start=q_start,
+        rows=rows,
+        s_q=s_q,
+        heads=heads,
+        columns=q.shape[1],
+        v_width=v_width,
+        sm_scale=sm_scale,
+        logit_cap=logit_cap,
+        blocks=blocks,
+    )
+    out, lse = call.launch()
+    if queries == call.queries:
+        return out, lse
+    cut = lambda x: x.reshape(rows, call.queries, *x.shape[1:])[:, :queries]
+    return cut(out), cut(lse)
+
+
+def add_products(accumulators, lefts, right):
+    """``[acc + left.T @ right.T for acc, left in zip(accumulators, lefts)]`` by WGMMA, all in flight together."""
+
+    def products(refs):
+        for ref, left in zip(refs, lefts, strict=True):
+            plgpu.wgmma(ref, left.transpose((1, 0)), right.transpose((1, 0)))
+
+    return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
+
+
+@dataclass(frozen=True)
+class FewCall(Call):
+    """q is [rows, queries padded to 8, width], pool [blocks, page_size, width], both bf16."""
+
+    @property
+    def queries(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def v_boxes(self) -> int:
+        """Boxes of `_BOX` columns of V in which a tile arrives; one more has the columns behind V."""
+        return self.v_width // _BOX
+
+    def launch(self):
+        """(out, lse) of ``rows * queries`` lines."""
+        array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
+        inputs = len(self.ranges) + len(self.ids)
+        columns, width, queries, groups = self.columns, self.width, self.queries, self.groups
+
+        def body(q, pool, offset, *rest):
+            ranges, ids = rest[: len(self.ranges)], rest[len(self.ranges) : inputs]
+            outputs, scratch = rest[inputs : inputs + 5], rest[inputs + 5 :]
+            block = FewBlock(self, _SLOTS, q, pool, offset, ranges, ids, *outputs, *scratch[:5])
+            _kernel(block, *scratch[5:])
+
+        launch = plgpu.kernel(
+            body,
+            out_type=[
+                array((self.rows * queries, self.v_width), jnp.bfloat16),
+                array((self.rows * queries,), jnp.float32),
+                array((2, 2 * groups * queries, self.v_width), jnp.bfloat16),
+                array((2 * groups * queries,), jnp.float32),
+                array((self.rows if self.leads_by_row else groups, 3), jnp.int32),
+            ],
+            grid=(groups, 1),
+            grid_names=("group", "q_tile"),
+            num_threads=4,
+            thread_name="role",
+            scratch_types=[
+                plgpu.SMEM((_SLOTS, self.v_boxes, TILE, _BOX), jnp.bfloat16, transforms=_TILED),
+                barrier(num_arrivals=self.loads, num_barriers=_SLOTS * (self.v_boxes + 1)),
+                barrier(num_arrivals=2, num_barriers=_SLOTS),
+                plgpu.SMEM((8,), jnp.int32),
+                barrier(),
+                plgpu.SMEM((_SLOTS, TILE, width - self.v_width), jnp.bfloat16, transforms=_TILED),
+                plgpu.SMEM((_SLOTS, columns, width), jnp.bfloat16, transforms=_TILED),
+                plgpu.SMEM((_SLOTS, columns, TILE), jnp.bfloat16, transforms=_TILED),
+                plgpu.SMEM((_SLOTS + 5, columns), jnp.float32),  # one array: each takes a whole KiB
+                barrier(num_barriers=_SLOTS),
+                barrier(num_barriers=_SLOTS),
+                barrier(num_barriers=_SLOTS),
+                barrier(num_arrivals=2, num_barriers=_SLOTS),
+                barrier(),
+                barrier(num_arrivals=2),
+            ],
+            # What threads write to shared memory others read behind a barrier of ours: Pallas need not add its own around
+            # every load and store.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+            ),
+        )
+        out, lse, part, part_lse, leads = launch(
+            self.q, self.pool, self.block_offset, *self.ranges, *self.ids
+        )
+        return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)
+
+
+@dataclass(frozen=True)
+class FewBlock(Block):
+    """`kv_smem` holds the boxes of V, and `kv_ready` has a barrier for each box of a slot, the one behind V last."""
+
+    call: FewCall
+
+    def boxes(self, slot, rest_smem):
+        """(box of the tile in `slot`, its first column, columns, its barrier), for each box."""
+        boxes, width = self.call.v_boxes, self.call.width - self.call.v_width
+        for g in range(boxes):
+            yield self.kv_smem.at[slot, g], g * _BOX, _BOX, self.kv_ready.at[slot * (boxes + 1) + g]
+        yield rest_smem.at[slot], boxes * _BOX, width, self.kv_ready.at[slot * (boxes + 1) + boxes]
+
+    def load_tiles(self, rest_smem, q_smem, q_ready, q_free) -> None:
+        """The warpgroup that finds the share and loads queries and tiles by TMA."""
+        call, page_size = self.call, self.call.source.page_size
+        load_rows = TILE // call.loads
+        plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
+        mosaic_schedule.find_share(
+            self.ranges,
+            call.rows,
+            self.group,
+            call.groups,
+            self.share_smem,
+            width_tokens=call.width_tokens,
+            s_q=call.s_q,
+        )
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.share_ready)
+        plgpu.set_max_registers(32, action="decrease")
+
+        def segment(b, start, stop, first_tile, tiles, carry):
+            n, k = carry
+            kv_first, kv_stop = self.visible(b)
+            first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
+            q_slot = lax.rem(k, _SLOTS)
+            pl.when(k >= _SLOTS)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+            plgpu.copy_gmem_to_smem(self.q.at[b], q_smem.at[q_slot], q_ready.at[q_slot])
+
+            def blocks_of(tile):
+                column = lax.div((first_tile + tile) * TILE, page_size)
+                # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
+                return tuple(
+                    self._block_of(b, jnp.clip(column + j, first_column, last_column))
+                    for j in range(call.loads)
+                )
+
+            def one(i, carry):
+                n, blocks = carry
+                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                slot = lax.rem(n, _SLOTS)
+                pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
+                for box, first, width, ready in self.boxes(slot, rest_smem):
+                    for j, block in enumerate(blocks):
+                        plgpu.copy_gmem_to_smem(
+                            self.pool.at[block, pl.ds(row, load_rows), pl.ds(first, width)],
+                            box.at[pl.ds(j * load_rows, load_rows)],
+                            ready,
+                        )
+                return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
+
+            n, _ = lax.fori_loop(start, stop, one, (n, blocks_of(start)))
+            return n, k + 1
+
+        self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, (jnp.int32(0), jnp.int32(0)))
+
+    def mask(self, s, position, kv_first, kv_stop, q_position):
+        """Scores [TILE, columns] of the tile at `position`, -inf where a query does not see the token."""
+        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + position
+        keep = (token >= kv_first) & (token < kv_stop)
+        if self.call.s_q > 1:
+            query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC)
+            keep &= token <= q_position + lax.div(query, self.call.heads)
+        return jnp.where(keep, s, -jnp.inf)
+
+
+def _kernel(
+    block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, p_free, end_ready, end_free
+) -> None:  # fmt: skip
+    call, role = block.call, block.role
+    columns, half, queries = call.columns, call.v_width // 2, call.queries
+    blocks_of_half = half // _CHUNK
+    inverse_smem, scratch_smem = factor_smem.at[_SLOTS], factor_smem.at[pl.ds(_SLOTS + 1, 4)]
+    log2e = math.log2(math.e)
+    pl.when(role == LOAD)(lambda: block.load_tiles(rest_smem, q_smem, q_ready, q_free))
+
+    @pl.when(role == _SCORES)
+    def scores():
+        plgpu.set_max_registers(160, action="increase")
+        share = block.get_share()
+
+        def segment(b, start, stop, first_tile, tiles, carry):
+            n, k = carry
+            kv_first, kv_stop = block.visible(b)
+            q_position = block.q_position(b)
+            q_slot = lax.rem(k, _SLOTS)
+            plgpu.barrier_wait(q_ready.at[q_slot])
+
+            def one(i, carry):
+                peak, weights, n = carry
+                slot = lax.rem(n, _SLOTS)
+                position = (first_tile + i) * TILE
+
+                def product(s_ref):
+                    for box, first, width, ready in block.boxes(slot, rest_smem):
+                        plgpu.barrier_wait(ready)
+                        plgpu.wgmma(s_ref, box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0)))
+                    return s_ref[...]
+
+                s = pl.run_scoped(product, plgpu.ACC((TILE, columns), jnp.float32))
+                if call.logit_cap is None:
+                    s = s * (call.sm_scale * log2e)
+                else:
+                    # tanh by exp2: the hardware's own tanh has 11 bits.
+                    cap = call.logit_cap * log2e
+                    s = cap - (2 * cap) / (1 + jnp.exp2(s * (2 * log2e * call.sm_scale / call.logit_cap)))
+                tail = block.is_tail(position, kv_first, kv_stop)
+
+                @pl.when(tail)
+                def clear():
+                    sync_warpgroup()  # every warp has read K
+
+                    # P is 0 in those rows, but 0 * NaN is NaN. A loop that the compiler can't unroll: this runs rarely, and
+                    # instructions that run once come slowly.
+                    @pl.loop(0, call.v_boxes + jnp.minimum(kv_stop, 0))  # kv_stop >= 1
+                    def box(g):
+                        zero_rows(block.kv_smem.at[slot, g], kv_first - position, kv_stop - position, _TILED)
+
+                edge = tail | ((position + TILE > q_position + 1) if call.s_q > 1 else False)
+                s = lax.cond(
+                    edge, lambda s: block.mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s
+                )
+
+                # The subtrahend follows the maximum only when it falls behind by 2**SLACK: most tiles rescale nothing.
+                def follow(s, peak):
+                    tile_peak = reduce_columns(s, scratch_smem, largest=True)
+                    new_peak = jnp.where(tile_peak > peak + SLACK, tile_peak, peak)
+                    return new_peak, jnp.exp2(peak - new_peak)
+
+                stay = lambda s, peak: (peak, full((columns,), 1.0, COLUMNS))
+                peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
+                p = jnp.exp2(s - down(peak, s))
+                pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(p_free.at[slot]))
+                p_smem.at[slot].transpose((1, 0))[...] = p.astype(jnp.bfloat16)
+                factor_smem[slot] = decay
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(p_ready.at[slot])
+                return peak, weights * down(decay, s) + p, n + 1
+
+            peak, weights, n = lax.fori_loop(
+                start, stop, one, (full((columns,), MASKED, COLUMNS), full((TILE, columns), 0, ACC), n)
+            )
+            plgpu.barrier_arrive(q_free.at[q_slot])
+            total = reduce_columns(weights, scratch_smem, largest=False)
+            any_seen = total > 0
+            safe = jnp.where(any_seen, total, 1)
+            plgpu.barrier_wait(end_free)
+            inverse_smem[...] = jnp.where(any_seen, 1 / safe, 0)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(end_ready)
+            whole, slot = block.destination(start, stop, tiles)
+            lse = peak + jnp.log2(safe)
+            natural = jnp.where(any_seen, lse * math.log(2), jnp.inf)
+            partial = jnp.where(any_seen, lse, -jnp.inf)
+            pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), queries))
+            pl.when(jnp.logical_not(whole))(
+                lambda: store_vector(block.part_lse, partial, block.line(slot), queries)
+            )
+            return n, k + 1
+
+        block.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))
+
+    @pl.when((role != LOAD) & (role != _SCORES))
+    def values():
+        left = role == _LEFT
+        first_box = jnp.where(left, 0, half // _BOX)
+        plgpu.set_max_registers(160, action="increase")
+        share = block.get_share()
+        # These warpgroups have time at the start, the scores have none.
+        pl.when(left)(lambda: block.begin_records(share))
+        plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
+
+        def place(slot, c, first_row=0, rows=TILE):
+            """Block c of this half of V."""
+            return block.kv_smem.at[
+                slot, first_box + c * _CHUNK // _BOX, pl.ds(first_row, rows), pl.ds(c * _CHUNK % _BOX, _CHUNK)
+            ]
+
+        def segment(b, start, stop, first_tile, tiles, n):
+            pl.when(left)(lambda: block.record(share, b, start, stop, tiles))
+
+            def one(i, carry):
+                *accs, n = carry
+                slot = lax.rem(n, _SLOTS)
+                plgpu.barrier_wait(p_ready.at[slot])
+                decay = plgpu.load(factor_smem.at[slot], layout=COLUMNS)
+                accs = [acc * down(decay, acc) for acc in accs]
+                accs = add_products(accs, [place(slot, c) for c in range(blocks_of_half)], p_smem.at[slot])
+                plgpu.barrier_arrive(p_free.at[slot])
+                pl.when(i < stop - 1)(lambda: plgpu.barrier_arrive(block.kv_free.at[slot]))
+                return *accs, n + 1
+
+            *accs, n = lax.fori_loop(
+                start, stop, one, (*[full((_CHUNK, columns), 0, ACC)] * blocks_of_half, n)
+            )
+            plgpu.barrier_wait(end_ready)
+            inverse = plgpu.load(inverse_smem, layout=COLUMNS)
+            accs = [acc * down(inverse, acc) for acc in accs]
+            plgpu.barrier_arrive(end_free)
+            whole, part_slot = block.destination(start, stop, tiles)
+            last = lax.rem(n - 1, _SLOTS)
+
+            def send(refs, arrays, line):
+                """Stores O^T, in each of `arrays` as blocks [64, queries], to the lines of the ref of the same place."""
+                sync_warpgroup()  # every warp is done with V of the last tile: its place serves the way out
+                for h, blocks in enumerate(arrays):
+                    for c, value in enumerate(blocks):
+                        place(last, c, h * MOST_QUERIES, columns).transpose((1, 0))[...] = value
+                plgpu.commit_smem()
+                for h, ref in enumerate(refs):
+                    for g in range(half // _BOX):
+                        plgpu.copy_smem_to_gmem(
+                            block.kv_smem.at[last, first_box + g, pl.ds(h * MOST_QUERIES, columns)],
+                            ref.at[pl.ds(line, columns), pl.ds((first_box + g) * _BOX, _BOX)],
+                        )
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+            @pl.when(whole)
+            def final():
+                send([block.out], [[acc.astype(jnp.bfloat16) for acc in accs]], block.line(b))
+
+            @pl.when(jnp.logical_not(whole))
+            def partial_():
+                upper, lower = [upper_half(acc) for acc in accs], [lower_half(acc) for acc in accs]
+                send([block.part.at[0], block.part.at[1]], [upper, lower], block.line(part_slot))
+
+            plgpu.barrier_arrive(block.kv_free.at[last])
+            return n
+
+        block.for_segments(share, segment, jnp.int32(0))
