@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 
-import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gqa_prefill import gqa_prefill
@@ -14,19 +13,9 @@ class Chunk(Case):
 
     def run(self, implementation: str | None, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""
-        arrays = {name: self.options[name] for name in ("sinks", "relative_bias")}
-        out, lse = gqa_prefill(
-            jnp.asarray(self.q),
-            jnp.asarray(self.pool),
-            self.source(delivery, extra_columns),
-            *self.offsets,
-            jnp.asarray(self.q_start),
-            implementation=implementation,
-            **self.options | {n: None if a is None else jnp.asarray(a) for n, a in arrays.items()},
-        )
-        assert out.dtype == self.q.dtype
-        assert lse.dtype == jnp.float32
-        return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+        offsets = [None if x is None else np.int32(x) for x in self.offsets]
+        source = self.source(delivery, extra_columns)
+        return self.call(gqa_prefill, implementation, self.q, self.pool, source, *offsets, self.q_start)
 
     @property
     def padding(self) -> np.ndarray:

@@ -1,12 +1,22 @@
 """Problems for paged GQA attention: a poisoned pool, the ids to read it by in each form, and the exact answer."""
 
 from dataclasses import dataclass
+from functools import cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.gqa_decode import KVScales, gqa_decode
 from tests.kernels.paged_case import PagedCase, bounds, shuffle_pages
+
+RUN_TIME = ("scales", "sinks", "relative_bias")  # options that are arrays
+
+
+@cache
+def program(attend, implementation: str, **options):
+    """An operation as one compiled program of its arrays and the options of RUN_TIME."""
+    return jax.jit(lambda *args, **arrays: attend(*args, implementation=implementation, **options, **arrays))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,16 +30,17 @@ class Case(PagedCase):
 
     def run(self, implementation: str, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""
-        arrays = {name: self.options[name] for name in ("sinks", "relative_bias")}
-        out, lse = gqa_decode(
-            jnp.asarray(self.q),
-            jnp.asarray(self.pool),
-            self.source(delivery, extra_columns),
-            *self.offsets,
-            q_start=None if self.q_start is None else jnp.asarray(self.q_start),
-            implementation=implementation,
-            **self.options | {n: None if a is None else jnp.asarray(a) for n, a in arrays.items()},
+        offsets = [None if x is None else np.int32(x) for x in self.offsets]
+        source = self.source(delivery, extra_columns)
+        return self.call(
+            gqa_decode, implementation, self.q, self.pool, source, *offsets, q_start=self.q_start
         )
+
+    def call(self, attend, implementation: str | None, *args, **more):
+        """(out, lse) of a compiled program with this problem's options, as numpy arrays in f64."""
+        static = {name: value for name, value in self.options.items() if name not in RUN_TIME}
+        arrays = {name: self.options[name] for name in RUN_TIME}
+        out, lse = program(attend, implementation, **static)(*args, **arrays, **more)
         assert out.dtype == self.q.dtype
         assert lse.dtype == jnp.float32
         return np.asarray(out, np.float64), np.asarray(lse, np.float64)
