@@ -1,10 +1,11 @@
-"""Paged MLA decode in bf16: against the floor, and against FlashMLA and SGLang's Triton kernel where they are installed.
+"""Paged MLA decode in bf16 and fp8: against the floor, and against FlashMLA and SGLang's Triton kernel where they are installed.
 
 Rows of 576 (512 + 64) in pages of 64 tokens, placed at random; every unused slot is NaN and the tails of the tables hold
 an absurd id. The forms that name single tokens (page size 1) read each request's tokens in random order. Each candidate is
 checked against float32 before it is timed. The floor is the larger of bytes / 4.35 TB/s and FLOPs / 790 TFLOP/s, the rates
 that a copy and a large matrix product reach on an H200; bytes are the KV rows, q and out, FLOPs 2 * heads * (576 + 512) a
-token. Ours contain their schedule; FlashMLA, which schedules once a step for all layers, is timed without its schedule
+token. The fp8 form reads the same tokens from rows of 640 bytes, e4m3 with a scale a token, and has a floor and a reference
+of its own. Ours contain their schedule; FlashMLA, which schedules once a step for all layers, is timed without its schedule
 kernel and with it.
 """
 
@@ -30,6 +31,8 @@ BYTES_PER_S, FLOPS_PER_S = 4.35e12, 790e12
 ABSURD = 2**31 - 8
 TOLERANCE = 3e-3
 OPTIONS = dict(kv_dtype=jnp.bfloat16, row_width=ROW, v_width=VALUE, sm_scale=SM_SCALE)
+FP8, FP8_ROW = "ours, fp8", ROW + 64  # scale and padding behind the columns
+FP8_OPTIONS = OPTIONS | dict(kv_dtype=jnp.float8_e4m3fn, row_width=FP8_ROW)
 
 
 @dataclass(frozen=True)
@@ -121,17 +124,24 @@ class Batch:
     def tokens(self) -> int:
         return int(self.lengths.sum())
 
+    def bytes_with(self, row_bytes: int) -> int:
+        """KV rows of `row_bytes` bytes, q and out."""
+        return row_bytes * self.tokens + 2 * self.shape.rows * self.shape.heads * (ROW + VALUE)
+
     @property
     def bytes(self) -> int:
-        return 2 * ROW * self.tokens + 2 * self.shape.rows * self.shape.heads * (ROW + VALUE)
+        return self.bytes_with(2 * ROW)
 
     @property
     def flops(self) -> int:
         return 2 * self.tokens * self.shape.heads * (ROW + VALUE)
 
+    def floor_with(self, num_bytes: int) -> float:
+        return max(num_bytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
+
     @property
     def floor_us(self) -> float:
-        return max(self.bytes / BYTES_PER_S, self.flops / FLOPS_PER_S) * 1e6
+        return self.floor_with(self.bytes)
 
     def token_ids(self, b: int) -> np.ndarray:
         position = np.arange(self.lengths[b])
@@ -181,19 +191,44 @@ def draw_pool(slots):
     return jax.lax.bitcast_convert_type(value, jnp.uint8).reshape(-1)
 
 
+@jax.jit
+def draw_fp8_pool(slots):
+    """As `draw_pool`, blocks [64, 640] of 576 e4m3, an f32 scale within a factor of 2 of 1/32 and NaN."""
+    value = 32 * jax.random.normal(jax.random.key(0), (len(slots), PAGE_SIZE, ROW), jnp.float32)
+    spread = jax.random.uniform(jax.random.key(1), (len(slots), PAGE_SIZE, 1), minval=-1.0)
+    live = (jnp.arange(PAGE_SIZE) < slots[:, None])[..., None]
+    value = jnp.where(live, value.clip(-448, 448), jnp.nan).astype(jnp.float8_e4m3fn)
+    scale = jnp.where(live, jnp.exp2(spread) / 32, jnp.nan)
+    to_bytes = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:2], -1)
+    padding = jnp.full((len(slots), PAGE_SIZE, FP8_ROW - ROW - 4), 0x7F, jnp.uint8)
+    return jnp.concatenate([to_bytes(value), to_bytes(scale), padding], axis=-1).reshape(-1)
+
+
 CHUNK = 8192
 
 
-@jax.jit
-def reference_row(q, pool, ids, length):
+@partial(jax.jit, static_argnames="fp8")
+def reference_row(q, pool, ids, length, fp8=False):
     """f32 attention of one row: q [heads, 576], ids int32 [capacity], of which `length` count. One program for all rows."""
-    rows = jax.lax.bitcast_convert_type(pool.reshape(-1, 2), jnp.bfloat16).reshape(-1, ROW)
+    if fp8:
+        rows = pool.reshape(-1, FP8_ROW)
+    else:
+        rows = jax.lax.bitcast_convert_type(pool.reshape(-1, 2), jnp.bfloat16).reshape(-1, ROW)
+
+    def read(ids):
+        if not fp8:
+            return rows[ids].astype(jnp.float32)
+        row = rows[ids]
+        scale = jax.lax.bitcast_convert_type(row[:, ROW : ROW + 4], jnp.float32)
+        value = jax.lax.bitcast_convert_type(row[:, :ROW], jnp.float8_e4m3fn).astype(jnp.float32)
+        return value * scale[:, None]
+
     dot = partial(jnp.dot, precision=jax.lax.Precision.HIGHEST)
 
     def chunk(i, carry):
         top, total, out = carry
         at = i * CHUNK
-        kv = rows[jax.lax.dynamic_slice(ids, (at,), (CHUNK,))].astype(jnp.float32)
+        kv = read(jax.lax.dynamic_slice(ids, (at,), (CHUNK,)))
         live = at + jnp.arange(CHUNK) < length
         kv = jnp.where(live[:, None], kv, 0)
         scores = jnp.where(live, dot(q.astype(jnp.float32), kv.T) * SM_SCALE, -jnp.inf)
@@ -210,7 +245,9 @@ def reference_row(q, pool, ids, length):
 class Reference:
     """Expected outputs of some rows of a batch. All batches share one program, made for `heads` and `capacity` tokens."""
 
-    def __init__(self, batch: Batch, q: np.ndarray, pool: jax.Array, capacity: int, heads: int) -> None:
+    def __init__(
+        self, batch: Batch, q: np.ndarray, pool: jax.Array, capacity: int, heads: int, fp8: bool = False
+    ) -> None:
         rows = batch.shape.rows
         self.expected = {}
         for b in sorted({0, rows // 3, rows // 2, rows - 1}):
@@ -218,7 +255,7 @@ class Reference:
             ids[: batch.lengths[b]] = batch.token_ids(b)
             padded = np.zeros((heads, ROW), q.dtype)
             padded[: batch.shape.heads] = q[b, 0]
-            out = reference_row(padded, pool, ids, np.int32(batch.lengths[b]))
+            out = reference_row(padded, pool, ids, np.int32(batch.lengths[b]), fp8=fp8)
             self.expected[b] = np.asarray(out)[: batch.shape.heads]
 
     def check(self, name: str, out: Any) -> float:
@@ -233,11 +270,13 @@ class Reference:
         return worst
 
 
-def compiled(arguments: tuple[Any, ...], single_tokens: bool) -> tuple[Callable[..., Any], str]:
+def compiled(
+    arguments: tuple[Any, ...], single_tokens: bool, options: dict[str, Any]
+) -> tuple[Callable[..., Any], str]:
     """The compiled call for abstract (q, pool, source), and the implementation: by pages Mosaic's; by tokens Mosaic's too
     if it takes them."""
     for implementation in ("mosaic", "triton") if single_tokens else ("mosaic",):
-        call = jax.jit(partial(mla_decode, block_offset=0, implementation=implementation, **OPTIONS))
+        call = jax.jit(partial(mla_decode, block_offset=0, implementation=implementation, **options))
         try:
             return call.lower(*arguments).compile(), implementation
         except NotImplementedError:
@@ -282,25 +321,28 @@ def bench(
 ) -> dict[str, Any]:
     shape = batch.shape
     pool = draw_pool(jnp.asarray(batch.slots))
+    fp8_pool = draw_fp8_pool(jnp.asarray(batch.slots))
     reference = Reference(batch, batch.queries, pool, capacity, heads)
+    fp8_reference = Reference(batch, batch.queries, fp8_pool, capacity, heads, fp8=True)
     q = jnp.asarray(batch.queries)
     calls: dict[str, Callable[[], Any]] = {}
     about: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
-    for name, source in batch.sources.items():
+    for name, source in (batch.sources | {FP8: batch.sources["ours"]}).items():
         try:
             call, implementation = programs[name].result()
         except Exception as error:
             failures[name] = f"{type(error).__name__}: {error}"
         else:
-            calls[name] = partial(call, q, pool, source)
+            calls[name] = partial(call, q, fp8_pool if name == FP8 else pool, source)
             about[name] = {"implementation": implementation}
     if peers is not None:
         calls |= peer_calls(batch, q, pool, peers)
     for name in list(calls):
         try:
             out = calls[name]()[0]
-            found = reference.check(name, out if isinstance(out, jax.Array) else out.float().cpu())
+            expected = fp8_reference if name == FP8 else reference
+            found = expected.check(name, out if isinstance(out, jax.Array) else out.float().cpu())
             about.setdefault(name, {})["relative_error"] = float(f"{found:.2e}")
         except Exception as error:
             failures[name] = f"{type(error).__name__}: {error}"
@@ -308,9 +350,10 @@ def bench(
     times = timing.flat(timing.measure(calls, iters, peers))
     for name, t in times.items():
         t.update(about[name])
-        t["GB/s"] = round(batch.bytes / t["us"] / 1e3)
+        num_bytes = batch.bytes_with(FP8_ROW) if name == FP8 else batch.bytes
+        t["GB/s"] = round(num_bytes / t["us"] / 1e3)
         t["TFLOP/s"] = round(batch.flops / t["us"] / 1e6)
-        t["over_floor"] = round(t["us"] / batch.floor_us, 3)
+        t["over_floor"] = round(t["us"] / batch.floor_with(num_bytes), 3)
     row = dict(
         rows=shape.rows, heads=shape.heads, context=shape.context, varied=shape.varied, model=shape.model,
         tokens=batch.tokens, bytes=batch.bytes, flops=batch.flops, floor_us=round(batch.floor_us, 2), times=times,
@@ -355,11 +398,13 @@ def main(argv: list[str]) -> None:
         programs = [
             {
                 name: pool.submit(
-                    compiled,
-                    abstract((batch.queries, jax.eval_shape(draw_pool, batch.slots), source)),
-                    isinstance(source, TokenStream),
+                    compiled, abstract((batch.queries, jax.eval_shape(draw, batch.slots), source)),
+                    isinstance(source, TokenStream), form,
                 )
-                for name, source in batch.sources.items()
+                for name, source, draw, form in [
+                    *((name, source, draw_pool, OPTIONS) for name, source in batch.sources.items()),
+                    (FP8, batch.sources["ours"], draw_fp8_pool, FP8_OPTIONS),
+                ]
             }
             for batch in batches
         ]  # fmt: skip

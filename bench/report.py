@@ -67,16 +67,12 @@ def mla(results: Results) -> str:
         rates = [f"{ours['over_floor']:.2f}", ours["GB/s"], ours["TFLOP/s"]] if ours else [""] * 3
         against = [cell for name in peers for cell in (us(t(name)), ratio(ours, t(name)))]
         first.append([mla_shape(row), digits(row["floor_us"]), us(ours), *rates, *against])
-        second.append(
-            [
-                mla_shape(row),
-                us(ours),
-                us(t("ours, virtual ids")),
-                us(single),
-                us(other),
-                ratio(single, other),
-            ]
-        )
+        fp8 = t("ours, fp8")
+        over_floor = f"{fp8['over_floor']:.2f}" if fp8 else ""
+        second.append([
+            mla_shape(row), us(ours), us(t("ours, virtual ids")), us(single), us(other), ratio(single, other),
+            us(fp8), ratio(fp8, ours), over_floor,
+        ])  # fmt: skip
     header = ("rows x heads x context", "floor", "ours", "x floor", "GB/s", "TFLOP/s")
     named = [cell for name in ("FlashMLA", "with its schedule", "SGLang") for cell in (name, "ours / it")]
     forms = (
@@ -86,6 +82,9 @@ def mla(results: Results) -> str:
         "page size 1",
         "SGLang, page size 1",
         "ours / it",
+        "page table, fp8",
+        "fp8 / bf16",
+        "x floor of fp8",
     )
     return f"{table((*header, *named), first)}\n\n{table(forms, second)}\n\nTimes in us. {source(results['mla'], 'mla')}\n\n![]({PLOT.name})"
 
