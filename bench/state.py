@@ -7,6 +7,7 @@ Ours are checked first against float64, and other slots against what they held.
 """
 
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -78,24 +79,37 @@ CASES = {
     "KDA, Kimi-Linear-48B": Case(
         delta_step, 32, (128, 128), 43_450_368, _delta(32, 32, 128, 128, 128), options=SQUARE, peers=True
     ),
+    "convolution, Kimi-Linear-48B": Case(
+        _conv_by_taps, 3, (12288,), 43_450_368, _conv(12288, 4), "bfloat16", (1, 8, 64, 256, 512)
+    ),
     "GDN, Qwen3.5-0.8B": Case(
         delta_step, 16, (128, 128), 18 << 20, _delta(16, 16, 128, 128, 1), options=SQUARE
     ),
     "Mamba-2, Falcon-H1-0.5B": Case(ssm_step, 24, (64, 128), 36 * 24 << 15, _ssm(24, 64, 1, 128)),
     "Mamba-2, 48 heads of 64 x 256": Case(ssm_step, 48, (64, 256), 24 * 48 << 16, _ssm(48, 64, 1, 256)),
-    "convolution, Kimi-Linear-48B": Case(
-        _conv_by_taps, 3, (12288,), 43_450_368, _conv(12288, 4), "bfloat16", (1, 8, 64, 256, 512)
-    ),
 }
 
 
-def bench(name: str, case: Case, rows: int, iters: int, peers) -> dict[str, Any]:  # type: ignore[no-untyped-def]
-    size = case.piece_bytes
+@dataclass(frozen=True)
+class Work:
+    """A case at one number of rows: what its steps get, and their programs, which compile in threads of their own.
+
+    index: [rows, pieces] numbers of the blocks that a step changes.
+    """
+
+    rows: int
+    slots: jax.Array
+    blocks: StateBlocks
+    inputs: tuple[jax.Array, ...]
+    index: np.ndarray
+    programs: dict[str, Future[Any]]
+
+
+def prepare(case: Case, rows: int, threads: ThreadPoolExecutor) -> Work:
+    size, total = case.piece_bytes, _pool_bytes(case)
     stride = case.slot_bytes // size
-    total = POOL // size * size
-    if (
-        rows >= POOL // case.slot_bytes
-    ):  # more requests than slots of the whole model: those of one layer in twenty
+    if rows >= POOL // case.slot_bytes:
+        # More requests than slots of the whole model: those of one layer in twenty.
         stride //= 20
     slots = np.random.default_rng(rows).choice(np.arange(1, total // (stride * size)), rows, replace=False)
     slots_on_card = jnp.asarray(slots, jnp.int32)
@@ -103,36 +117,44 @@ def bench(name: str, case: Case, rows: int, iters: int, peers) -> dict[str, Any]
     blocks = StateBlocks(jnp.int32(first), stride, 1, case.dtype)
     keys = iter(jax.random.split(jax.random.key(rows), 16))
     inputs = case.inputs(lambda *shape: jax.random.normal(next(keys), shape, jnp.float32), rows)
-    index = slots[:, None] * stride + first + np.arange(case.pieces)
-    pool = {"buffer": jax.jit(partial(_fill, total, case.dtype))()}
-    view = jax.jit(partial(_gather, dtype=case.dtype, piece=case.piece))
-    candidates = {}
+    arguments = jax.ShapeDtypeStruct((total,), jnp.uint8), slots_on_card, blocks, *inputs
+    programs = {}
     for implementation in ("mosaic", "xla"):
-        step = jax.jit(
-            partial(case.function, implementation=implementation, **dict(case.options)), donate_argnums=0
-        )
+        step = partial(case.function, implementation=implementation, **dict(case.options))
+        programs[implementation] = threads.submit(jax.jit(step, donate_argnums=0).lower(*arguments).compile)
+    index = slots[:, None] * stride + first + np.arange(case.pieces)
+    return Work(rows, slots_on_card, blocks, inputs, index, programs)
 
-        def call(step=step):
-            pool["buffer"], out = step(pool["buffer"], slots_on_card, blocks, *inputs)
-            return out
 
-        before = np.asarray(view(pool["buffer"], index[:4]))
-        beside = np.asarray(view(pool["buffer"], np.stack([index[:4, 0] - 1, index[:4, -1] + 1], 1)))
+def bench(name: str, case: Case, work: Work, pool: dict[str, jax.Array], iters: int, peers) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+    """pool: holds the buffer under its only name, for each step takes it and leaves another."""
+    rows, inputs, index = work.rows, work.inputs, work.index
+    beside = np.stack([index[:4, 0] - 1, index[:4, -1] + 1], 1)
+    view = partial(_gather, dtype=case.dtype, piece=case.piece)
+    candidates: dict[str, Callable[[], Any]] = {}
+
+    def run(step):
+        pool["buffer"], out = step(pool["buffer"], work.slots, work.blocks, *inputs)
+        return out
+
+    for implementation, program in work.programs.items():
+        call = partial(run, program.result())
+        before, still = np.asarray(view(pool["buffer"], index[:4])), np.asarray(view(pool["buffer"], beside))
         out = np.asarray(call()[:4])
         after = np.asarray(view(pool["buffer"], index[:4]))
         few = [np.asarray(x[:4] if x.shape[0] == rows and x.ndim > 1 else x) for x in inputs]
         _check(case, few, before, out, after)
-        still = np.asarray(view(pool["buffer"], np.stack([index[:4, 0] - 1, index[:4, -1] + 1], 1)))
-        np.testing.assert_array_equal(still, beside, err_msg=f"{implementation}: blocks beside the slots")
+        np.testing.assert_array_equal(
+            view(pool["buffer"], beside), still, err_msg=f"{implementation}: blocks beside the slots"
+        )
         candidates[implementation] = call
-    moved = 2 * rows * case.pieces * size
+    moved = 2 * rows * case.pieces * case.piece_bytes
     if case.function is _conv_by_taps:
         moved += 2 * inputs[0].nbytes
-    update = jax.jit(lambda x: x * 0.5, donate_argnums=0)
     plain = {"x": jnp.ones(moved // 8, jnp.float32)}
 
     def in_place():
-        plain["x"] = update(plain["x"])
+        plain["x"] = _halve(plain["x"])
         return plain["x"]
 
     candidates["update"] = in_place
@@ -158,6 +180,16 @@ def _sglang(peers, inputs: tuple[jax.Array, ...], case: Case) -> dict[str, Calla
     }
 
 
+def _pool_bytes(case: Case) -> int:
+    return POOL // case.piece_bytes * case.piece_bytes
+
+
+@partial(jax.jit, donate_argnums=0)
+def _halve(x: jax.Array) -> jax.Array:
+    return x * 0.5
+
+
+@partial(jax.jit, static_argnums=(0, 1))
 def _fill(total: int, dtype: str) -> jax.Array:
     """Values of the state's own dtype, about as large as a state's."""
     count = total // jnp.dtype(dtype).itemsize
@@ -166,6 +198,7 @@ def _fill(total: int, dtype: str) -> jax.Array:
     return jax.lax.bitcast_convert_type(values, jnp.uint8).reshape(-1)
 
 
+@partial(jax.jit, static_argnames=("dtype", "piece"))
 def _gather(buffer: jax.Array, index: jax.Array, *, dtype: str, piece: tuple[int, ...]) -> jax.Array:
     item = jnp.dtype(dtype).itemsize
     values = jax.lax.bitcast_convert_type(buffer.reshape(-1, item), dtype)
@@ -216,9 +249,12 @@ def main(argv: list[str]) -> None:
     for name, case in CASES.items():
         if not name.startswith(tuple(options.cases)):
             continue
-        for batch in case.batches:
-            rows.append(bench(name, case, batch, options.iters, peers))
-            print(f"{name}, {batch} rows, {rows[-1]['moved_bytes'] / 1e6:.1f} MB")
+        with ThreadPoolExecutor() as threads:
+            works = [prepare(case, batch, threads) for batch in case.batches]
+        pool = {"buffer": _fill(_pool_bytes(case), case.dtype)}
+        for work in works:
+            rows.append(bench(name, case, work, pool, options.iters, peers))
+            print(f"{name}, {work.rows} rows, {rows[-1]['moved_bytes'] / 1e6:.1f} MB")
             for candidate, t in rows[-1]["times"].items():
                 print(
                     f"    {candidate:<22}{t['us']:>9.2f} us  {t['gb_per_s']:>7.0f} GB/s  {t['of_ceiling']:.3f}  "
