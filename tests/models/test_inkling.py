@@ -145,11 +145,27 @@ def test_the_published_small_config(tmp_path):
         ({"q_bias": True}, "q_bias = True is not implemented"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping = 30.0 is not implemented"),
         ({"local_layer_ids": list(range(42))}, "without 'hybrid' are not implemented"),
+        ({"local_layer_ids": [0, 0, 1]}, "each at most once, found [0, 0, 1]"),
+        (
+            {"local_layer_ids": [1, 42]},
+            "local_layer_ids must name layers 0 to 41, each at most once, found [1, 42]",
+        ),
         ({"layer_types": ["full_attention"] * 42}, "found 42 with unknown kinds ['full_attention']"),
+        (
+            {"layer_types": ["hybrid"] * 42, "local_layer_ids": [0, 2]},
+            f"layer_types {['hybrid'] * 42} contradict local_layer_ids [0, 2]",
+        ),
+        ({"log_scaling_n_floor": 0}, "log_scaling_n_floor must be an integer above 0, found 0"),
+        ({"log_scaling_n_floor": "128k"}, "log_scaling_n_floor must be an integer above 0, found '128k'"),
+        ({"log_scaling_alpha": -0.1}, "log_scaling_alpha must be a number above 0, found -0.1"),
         ({"swa_num_key_value_heads": 7}, "num_key_value_heads 7 does not divide num_attention_heads 32"),
         (
             {"moe_intermediate_size": 1024},
             "moe_intermediate_size = 1024 is not implemented; implemented: [2048]",
+        ),
+        (
+            {"dense_intermediate_size": None, "moe_intermediate_size": 0},
+            "moe_intermediate_size must be an integer above 0, found 0",
         ),
         ({"sconv_kernel_size": 1}, "sconv_kernel_size = 1 is not implemented"),
         ({"unpadded_vocab_size": 201025}, "unpadded_vocab_size 201025 must lie within vocab_size 201024"),
@@ -159,6 +175,13 @@ def test_the_published_small_config(tmp_path):
 def test_refused_configs(tmp_path, changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         load_config(write_config(tmp_path, **changes))
+
+
+def test_both_lists_of_layers_may_stand_if_they_agree(tmp_path):
+    types = ["hybrid" if i % 6 == 5 else "hybrid_sliding" for i in range(42)]
+    given = load_config(write_config(tmp_path, layer_types=types))
+    assert given == load_config(write_config(tmp_path, layer_types=types, local_layer_ids=None))
+    assert given == load_config(write_config(tmp_path))
 
 
 def test_published_names_and_what_is_left_out(tmp_path):

@@ -100,11 +100,18 @@ def read_config(top: ConfigReader) -> ModelConfig:
 
 
 def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
+    """Layer kinds from `layer_types` or `local_layer_ids`, which must not contradict each other; else every sixth is full."""
     local, types = reader.get("local_layer_ids"), reader.get("layer_types")
+    if local is not None and sorted(local) != [i for i in range(layers) if i in local]:
+        raise reader.fail(
+            f"local_layer_ids must name layers 0 to {layers - 1}, each at most once, found {local}"
+        )
     if types is None:
         local = [i for i in range(layers) if (i + 1) % 6] if local is None else local
         types = ["hybrid_sliding" if i in local else "hybrid" for i in range(layers)]
     mixers = layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
+    if local is not None and sorted(local) != [i for i, kind in enumerate(mixers) if kind == "swa"]:
+        raise reader.fail(f"layer_types {types} contradict local_layer_ids {local}")
     if "gqa" not in mixers:
         raise reader.fail("layer_types without 'hybrid' are not implemented: a pool has full attention")
     return mixers
@@ -121,9 +128,11 @@ def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig
     """Attention of full layers and of sliding-window ones, whose bias reaches as far as they see."""
     for name in ("q_bias", "o_bias", "attention_bias"):
         reader.only(name, False)
-    floor, gain = reader.get("log_scaling_n_floor"), float(reader.get("log_scaling_alpha", default=0.1))
+    gain = 0.1 if reader.get("log_scaling_alpha") is None else reader.number("log_scaling_alpha")
+    scaled = reader.get("log_scaling_n_floor") is not None
+    log_scaling = (reader.positive("log_scaling_n_floor"), gain) if scaled else None
     width, extent = reader.positive("d_rel"), reader.positive("rel_extent")
-    full = _heads(reader, "", relative=(width, extent), log_scaling=None if floor is None else (floor, gain))
+    full = _heads(reader, "", relative=(width, extent), log_scaling=log_scaling)
     if "swa" not in mixers:
         reader.inert(("sliding_window_size", "sliding_window"))
         reader.inert(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"))
@@ -143,7 +152,8 @@ def _mlp_sizes(reader: ConfigReader) -> tuple[int, int]:
     """Widths of dense MLPs and of one expert: intermediate_size is the latter where dense_intermediate_size is given."""
     size, dense = reader.positive("intermediate_size"), reader.get("dense_intermediate_size")
     if dense is None:
-        return size, reader.get("moe_intermediate_size", default=size)
+        given = reader.get("moe_intermediate_size") is not None
+        return size, reader.positive("moe_intermediate_size") if given else size
     reader.only("moe_intermediate_size", size)
     return reader.positive("dense_intermediate_size"), size
 
