@@ -5,7 +5,10 @@ from typing import Any
 
 from jaxtyping import Array, Int32
 
+from pallas_kernels.mla_decode.api import MAX_DRAFT
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
+
+MAX_ROWS = 4096  # a program of a decode kernel holds the lengths of all rows at once
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,17 @@ def operands(source: ReadSource) -> Operands:
             pages["REQUESTS"], pages["WIDTH"] = ids.shape
             pages |= {"NUM_VIRTUAL": v2p.shape[0] - 1, "BLOCKS_PER_PAGE": source.blocks_per_page}
     return Operands(ids, indptr, row_ids, v2p, {"SOURCE": kind, "COVER": min(cover, 2**31 - 1)}, pages)
+
+
+def decline(rows: int, s_q: int) -> None:
+    """NotImplementedError, with the reason, for batches that the decode kernels are not made for. Every tile of queries reads
+    its row's KV anew: chunks are for the prefill kernels."""
+    if not 1 <= rows <= MAX_ROWS:
+        raise NotImplementedError(f"the Triton kernel serves 1 to {MAX_ROWS} rows, got {rows}")
+    if s_q > MAX_DRAFT:
+        raise NotImplementedError(
+            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
+        )
 
 
 def power_of_two(n: int) -> int:

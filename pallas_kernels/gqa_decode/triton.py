@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import device
+from pallas_kernels import device, paged_launch
 from pallas_kernels.gqa_decode.triton_operands import decline, padded_widths, prepare
 from pallas_kernels.jax_triton_call import triton_call
 from pallas_kernels.paged_launch import power_of_two
@@ -14,8 +14,6 @@ from pallas_kernels.read_source import ReadSource
 
 if TYPE_CHECKING:
     from pallas_kernels.gqa_decode.api import KVScales
-
-_MAX_ROWS = 4096  # a program holds the lengths of all rows at once
 
 
 def gqa_decode_triton(
@@ -36,7 +34,7 @@ def gqa_decode_triton(
     relative_bias: Float[Array, "rows s_q heads extent"] | None = None,
     q_start: Int32[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows s_q heads v_head_dim"], Float[Array, "rows s_q heads"]]:
-    """See `pallas_kernels.gqa_decode.api.gqa_decode`. NVIDIA GPUs from Ampere on, every source, page size and s_q.
+    """See `pallas_kernels.gqa_decode.api.gqa_decode`. NVIDIA GPUs from Ampere on, every source and page size, s_q to 8.
 
     q and KV in bfloat16 or both in float16; KV in float8_e4m3fn under bfloat16 q. Heads up to 512 wide. Temporaries are
     f32 partials of the output: twice its elements, or those of 2 to 4 lines a multiprocessor and query head.
@@ -44,8 +42,7 @@ def gqa_decode_triton(
     rows, s_q, heads, head_dim = q.shape
     capability = device.target()[1]
     decline(q, kv_dtype, v_head_dim, scales is not None)
-    if not 1 <= rows <= _MAX_ROWS:
-        raise NotImplementedError(f"the Triton kernel serves 1 to {_MAX_ROWS} rows, got {rows}")
+    paged_launch.decline(rows, s_q)
 
     from pallas_kernels import paged_triton
     from pallas_kernels.gqa_decode import triton_kernels

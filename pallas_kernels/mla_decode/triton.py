@@ -8,13 +8,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import device
+from pallas_kernels import device, paged_launch
 from pallas_kernels.jax_triton_call import triton_call
 from pallas_kernels.paged_launch import operands, power_of_two
 from pallas_kernels.read_source import ReadSource
 
 _LOG2_E = math.log2(math.e)
-_MAX_ROWS = 4096  # a program holds the lengths of all rows at once
 
 
 def mla_decode_triton(
@@ -30,7 +29,7 @@ def mla_decode_triton(
     logit_cap: float | None = None,
     q_start: Int32[Array, " rows"] | None = None,
 ) -> tuple[Float[Array, "rows s_q heads v_width"], Float[Array, "rows s_q heads"]]:
-    """See `pallas_kernels.mla_decode.api.mla_decode`. NVIDIA GPUs from Ampere on, any page size and s_q.
+    """See `pallas_kernels.mla_decode.api.mla_decode`. NVIDIA GPUs from Ampere on, any page size, s_q to 8.
 
     q in bfloat16, KV in bfloat16 or float8_e4m3fn. Fp8 rows become f16 in registers, exactly.
     """
@@ -45,8 +44,7 @@ def mla_decode_triton(
         raise NotImplementedError(
             f"the Triton kernel reads a row's scale as a word: row_width must be a multiple of 4, got {row_width}"
         )
-    if not 1 <= rows <= _MAX_ROWS:
-        raise NotImplementedError(f"the Triton kernel serves 1 to {_MAX_ROWS} rows, got {rows}")
+    paged_launch.decline(rows, s_q)
     if v_width > 512 or qk_width - v_width > 128:
         raise NotImplementedError(
             f"the Triton kernel serves V to 512 and K to 128 more, got {v_width}, {qk_width}"

@@ -148,5 +148,9 @@ def must_serve(implementation: str, case: Case, delivery: str) -> bool:
             and case.q.shape[1] <= 8
         )
     if implementation == "triton":
-        return case.q.dtype == jnp.bfloat16 and case.options["kv_dtype"] in (jnp.bfloat16, jnp.float8_e4m3fn)
+        return (
+            case.q.dtype == jnp.bfloat16
+            and case.options["kv_dtype"] in (jnp.bfloat16, jnp.float8_e4m3fn)
+            and case.q.shape[1] <= 8
+        )
     return True

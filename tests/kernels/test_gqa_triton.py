@@ -100,6 +100,7 @@ def test_no_copy_and_captured(source):
     "changes, words",
     [
         ({"q": shape((ROWS, 1, 32, 128), "float32")}, "got float32 and bfloat16"),
+        ({"q": shape((ROWS, 9, 32, 128), "bfloat16")}, "at most 8 queries a row, got 9"),
         ({"kv_dtype": "float16"}, "got bfloat16 and float16"),
         ({"q": shape((ROWS, 1, 8, 576), "bfloat16"), "num_kv_heads": 1}, "up to 512 wide, got 576 and 576"),
     ],

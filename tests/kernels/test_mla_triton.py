@@ -95,6 +95,7 @@ def test_no_copy_and_captured(source, fp8):
             "serves bfloat16 q, and KV in bfloat16 or float8_e4m3fn, got float32",
         ),
         ({"q": shape((5000, 1, 8, 576), "bfloat16")}, "4096 rows, got 5000"),
+        ({"q": shape((ROWS, 9, 8, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
     ],
 )
 def test_declines_with_the_reason(changes, words):
