@@ -36,7 +36,11 @@ def must_serve(implementation: str, case: Case, delivery: str) -> bool:
             and case.q.shape[3] % 32 == case.options["v_head_dim"] % 32 == 0
             and case.options["v_head_dim"] % 128 == 0  # others where lines can be merged side by side
         )
-    return case.q.dtype == jnp.bfloat16 and kv_dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+    return (
+        case.q.dtype == jnp.bfloat16
+        and kv_dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
+        and case.q.shape[1] <= 8
+    )
 
 
 def problem(implementation: str, lengths, **options) -> Case:
