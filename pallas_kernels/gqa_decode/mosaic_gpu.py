@@ -46,10 +46,12 @@ class TuningConfig:
     """Launch parameters.
 
     `blocks`: thread blocks, one a multiprocessor. `workers`: in a block; None for two where each has room for two tiles.
+    `pack`: KV heads of a worker; None for as many as make 128 columns.
     """
 
     blocks: int = _SMS
     workers: int | None = None
+    pack: int | None = None
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
@@ -116,13 +118,17 @@ def gqa_decode_mosaic(
         case _:
             raise AssertionError("declined above")
     config = config or TuningConfig()
-    plan = _Plan.make(config, head_dim, v_head_dim)
     sharing = heads // num_kv_heads
     queries = s_q * sharing
     q_tiles = -(-queries // M)
-    lanes = (
-        num_kv_heads * q_tiles
-    )  # workers that go through one share side by side, each with its head and queries
+    # The queries of a KV head side by side. A load brings whole tiles of 8 lines: where 8 heads are the sharers of some KV
+    # heads, a worker takes those 8, its own among them; else each KV head's queries are padded to such tiles.
+    shared_lines = s_q == 1 and heads % 8 == 0 and 8 % sharing == 0
+    padded = 8 if shared_lines else -(-queries // 8) * 8
+    pack = config.pack or _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
+    plan = _Plan.make(config, pack * head_dim, pack * v_head_dim)
+    # Workers that go through one share side by side, each with its heads and queries.
+    lanes = num_kv_heads // pack * q_tiles
     groups = config.blocks * plan.workers // lanes
     if groups < 1:
         raise NotImplementedError(
@@ -134,12 +140,9 @@ def gqa_decode_mosaic(
     page_size = source.page_size
     pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, page_size, row_width)
     num_blocks = pool.shape[0]
-    # The queries of a KV head side by side. A load brings whole tiles of 8 lines: where 8 heads are the sharers of some KV
-    # heads, a worker takes those 8, its own among them; else each KV head's queries are padded to such tiles.
-    if s_q == 1 and heads % 8 == 0 and 8 % sharing == 0:
-        grouped, padded = q.reshape(rows * heads // 8, 8, head_dim), 8
+    if shared_lines:
+        grouped = q.reshape(rows * heads // 8, 8, head_dim)
     else:
-        padded = -(-queries // 8) * 8
         grouped = q.reshape(rows, s_q, num_kv_heads, sharing, head_dim).swapaxes(1, 2)
         grouped = grouped.reshape(rows * num_kv_heads, queries, head_dim)
         grouped = jnp.pad(grouped, ((0, 0), (0, padded - queries), (0, 0)))
@@ -147,11 +150,12 @@ def gqa_decode_mosaic(
     box = min(M, padded)
     sink_rows = []
     if sinks is not None:
-        line = np.arange(q_tiles * M) - np.arange(num_kv_heads)[:, None] * sharing % (
-            8 if sets < num_kv_heads else 1
-        )
-        head_of_line = np.arange(num_kv_heads)[:, None] * sharing + line % sharing
-        sink_rows = [sinks.astype(jnp.float32)[head_of_line].reshape(lanes, M)]
+        line = np.arange(q_tiles * M)
+        kv_head_of = np.arange(num_kv_heads // pack)[:, None] * pack
+        if pack > 1:
+            kv_head_of, line = kv_head_of + np.minimum(line // padded, pack - 1), line % padded
+        line = line - kv_head_of * sharing % (8 if sets < num_kv_heads else 1)
+        sink_rows = [sinks.astype(jnp.float32)[kv_head_of * sharing + line % sharing].reshape(lanes, M)]
     bias, extent = [], 0
     if relative_bias is not None:
         extent = relative_bias.shape[-1]
@@ -169,8 +173,9 @@ def gqa_decode_mosaic(
     load_rows = min(page_size, TILE)  # of one TMA
     loads = TILE // load_rows
     stages = plan.stages
-    part_width = v_head_dim // plan.parts
-    k_chunk, chunk = _tile_columns(head_dim), _tile_columns(part_width, v_column)
+    k_width, v_width = pack * head_dim, pack * v_head_dim  # of a worker
+    part_width = v_width // plan.parts
+    k_chunk, chunk = _tile_columns(head_dim), _tile_columns(v_head_dim // plan.parts, v_column)
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
     log2e = math.log2(math.e)
     to_log2 = log2e if logit_cap is not None else sm_scale * log2e
@@ -191,10 +196,17 @@ def gqa_decode_mosaic(
         worker, role = lax.div(warpgroup, 1 + plan.parts), lax.rem(warpgroup, 1 + plan.parts)
         number = lax.axis_index("block") * plan.workers + worker
         group, lane = lax.div(number, lanes), lax.rem(number, lanes)
-        kv_head, q_tile = lax.div(lane, q_tiles), lax.rem(lane, q_tiles)
-        # Where the worker's own queries begin in its tile, and end.
-        first_line = lax.rem(kv_head * sharing, 8) if sets < num_kv_heads else 0
-        live_rows = first_line + jnp.minimum(queries - q_tile * M, M)
+        kv_head, q_tile = lax.div(lane, q_tiles) * pack, lax.rem(lane, q_tiles)
+
+        def own_lines(j):
+            """Where the queries of the worker's j-th KV head begin in its tile, and end."""
+            first = j * padded + (lax.rem((kv_head + j) * sharing, 8) if sets < num_kv_heads else 0)
+            return first, first + jnp.minimum(queries - q_tile * M, M)
+
+        def query_of(row):
+            """Which of the s_q queries a row of the tile belongs to."""
+            return lax.div(row + q_tile * M if pack == 1 else lax.rem(row, padded), sharing)
+
         k_block, v_block = offset_refs[0][0], offset_refs[-1][0]
 
         def visible(b):
@@ -243,7 +255,7 @@ def gqa_decode_mosaic(
         @pl.when(role == 0)
         def load():
             if box < M:  # the rows that no load ever writes
-                q_smem[worker] = plgpu.layout_cast(jnp.zeros((M, head_dim), jnp.bfloat16), _ACC)
+                q_smem[worker] = plgpu.layout_cast(jnp.zeros((M, k_width), jnp.bfloat16), _ACC)
                 plgpu.commit_smem()
                 sync_warpgroup()
             plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
@@ -279,8 +291,8 @@ def gqa_decode_mosaic(
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
                     at = place(n)
                     for smem, ready, free, block, column, width in (
-                        (k_smem, k_ready, k_free, k_block, kv_head * head_dim, head_dim),
-                        (v_smem, v_ready, v_free, v_block, v_column + kv_head * v_head_dim, v_head_dim),
+                        (k_smem, k_ready, k_free, k_block, kv_head * head_dim, k_width),
+                        (v_smem, v_ready, v_free, v_block, v_column + kv_head * v_head_dim, v_width),
                     ):
                         pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[at]))
                         for j, entry in enumerate(entries):
@@ -293,13 +305,15 @@ def gqa_decode_mosaic(
                     @pl.when(i == start)
                     def queries_of_row():  # after the first tile, which need not wait for the row before
                         pl.when(segments > 0)(lambda: plgpu.barrier_wait(q_free.at[worker]))
-                        plgpu.copy_gmem_to_smem(
-                            q_ref.at[
-                                b * sets + lax.div(kv_head * sets, num_kv_heads), pl.ds(q_tile * M, box)
-                            ],
-                            q_smem.at[worker, pl.ds(0, box)],
-                            q_ready.at[worker],
-                        )
+                        for j in range(pack):
+                            plgpu.copy_gmem_to_smem(
+                                q_ref.at[
+                                    b * sets + lax.div((kv_head + j) * sets, num_kv_heads),
+                                    pl.ds(q_tile * M, box),
+                                ],
+                                q_smem.at[worker, pl.ds(j * box, box), pl.ds(j * head_dim, head_dim)],
+                                q_ready.at[worker],
+                            )
 
                     return n + 1, segments, entries_of(jnp.minimum(i + 1, stop - 1))
 
@@ -313,8 +327,7 @@ def gqa_decode_mosaic(
             token = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_ACC) + position
             keep = (token >= kv_first) & (token < kv_stop)
             if s_q > 1:
-                query = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 0, layout=_ACC) + q_tile * M
-                at = q_position + lax.div(query, sharing)
+                at = q_position + query_of(plgpu.broadcasted_iota(jnp.int32, (M, TILE), 0, layout=_ACC))
                 keep &= token <= at
                 if window is not None:
                     keep &= token > at - window
@@ -367,7 +380,7 @@ def gqa_decode_mosaic(
                     return full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS)
                 sink = plgpu.load(sink_refs[0].at[lane], layout=_ROWS, optimized=False)
                 query = (
-                    plgpu.layout_cast(lax.div(lax.iota(jnp.int32, M) + q_tile * M, sharing), _ROWS)
+                    plgpu.layout_cast(query_of(lax.iota(jnp.int32, M)), _ROWS)
                     if s_q > 1
                     else plgpu.layout_cast(jnp.full((M,), 0, jnp.int32), _ROWS)
                 )
@@ -412,8 +425,8 @@ def gqa_decode_mosaic(
                             return add_bias(
                                 s,
                                 bias_refs[0],
-                                (b * num_kv_heads + kv_head) * queries + q_tile * M - first_line,
-                                (first_line, live_rows),
+                                (b * num_kv_heads + kv_head) * queries + q_tile * M - own_lines(0)[0],
+                                own_lines(0),
                                 q_position - position,
                                 q_tile * M,
                                 sharing=sharing if s_q > 1 else None,
@@ -459,22 +472,24 @@ def gqa_decode_mosaic(
                 log = peak * to_log2 + jnp.log2(safe)
                 whole = (start == 0) & (stop == tiles)
 
+                def store(out, values, lse, logs, row):
+                    """Results of each of the worker's KV heads, to the lines of `row`."""
+                    for j in range(pack):
+                        first, end = own_lines(j)
+                        line = (row * num_kv_heads + kv_head + j) * queries + q_tile * M - first
+                        mine = values[:, j * v_head_dim : (j + 1) * v_head_dim] if pack > 1 else values
+                        store_rows(out, mine, line, end, column, first)
+                        pl.when(first_part)(lambda: store_rows(lse, logs, line, end, 0, first))
+
                 @pl.when(whole)
                 def final():
-                    line = (b * num_kv_heads + kv_head) * queries + q_tile * M - first_line
-                    store_rows(out_ref, acc.astype(jnp.bfloat16), line, live_rows, column, first_line)
                     natural = jnp.where(seen, log * math.log(2), jnp.inf)
-                    pl.when(first_part)(lambda: store_rows(lse_ref, natural, line, live_rows, 0, first_line))
+                    store(out_ref, acc.astype(jnp.bfloat16), lse_ref, natural, b)
 
                 @pl.when(jnp.logical_not(whole))
                 def partial_():
                     slot = jnp.where(start == 0, groups + group, group)
-                    line = (slot * num_kv_heads + kv_head) * queries + q_tile * M - first_line
-                    store_rows(part_ref, acc, line, live_rows, column, first_line)
-                    weight = jnp.where(seen, log, -jnp.inf)
-                    pl.when(first_part)(
-                        lambda: store_rows(part_lse_ref, weight, line, live_rows, 0, first_line)
-                    )
+                    store(part_ref, acc, part_lse_ref, jnp.where(seen, log, -jnp.inf), slot)
 
                 return n
 
@@ -501,12 +516,12 @@ def gqa_decode_mosaic(
         num_threads=plan.workers * (1 + plan.parts),
         thread_name="warpgroup",
         scratch_types=[
-            plgpu.SMEM((plan.workers, M, head_dim), jnp.bfloat16, transforms=k_tiled),
-            plgpu.SMEM((places, TILE, head_dim), jnp.bfloat16, transforms=k_tiled),
-            plgpu.SMEM((places, TILE, v_head_dim), jnp.bfloat16, transforms=v_tiled),
+            plgpu.SMEM((plan.workers, M, k_width), jnp.bfloat16, transforms=k_tiled),
+            plgpu.SMEM((places, TILE, k_width), jnp.bfloat16, transforms=k_tiled),
+            plgpu.SMEM((places, TILE, v_width), jnp.bfloat16, transforms=v_tiled),
             plgpu.SMEM((plan.workers, 8), jnp.int32),
             barrier(num_barriers=plan.workers),
-            barrier(num_barriers=plan.workers),
+            barrier(num_arrivals=pack, num_barriers=plan.workers),
             barrier(num_arrivals=plan.parts, num_barriers=plan.workers),
             barrier(num_arrivals=loads, num_barriers=places),
             barrier(num_arrivals=plan.parts, num_barriers=places),
@@ -524,6 +539,18 @@ def gqa_decode_mosaic(
     out = out.reshape(rows, num_kv_heads, s_q, sharing, v_head_dim).swapaxes(1, 2)
     lse = lse.reshape(rows, num_kv_heads, s_q, sharing).swapaxes(1, 2)
     return out.reshape(rows, s_q, heads, v_head_dim), lse.reshape(rows, s_q, heads)
+
+
+def _pack(kv_heads: int, lines: int, width: int, bias: bool) -> int:
+    """KV heads of a worker: several narrow ones, so that a tile is as large as that of a head of 128, if their lines fit.
+
+    Their queries lie on the diagonal of one matrix: the zeros beside them keep the heads apart in S. Of O, each line uses
+    the columns of its own head.
+    """
+    pack = 1
+    while not bias and 2 * pack * width <= 128 and kv_heads % (2 * pack) == 0 and 2 * pack * lines <= M:
+        pack *= 2
+    return pack
 
 
 def _tile_columns(width: int, column: int = 0) -> int:

@@ -30,6 +30,9 @@ CASES = {
     "drafts in a window": dict(
         heads=8, kv_heads=1, head_dim=128, s_q=3, window=70, page_size=64, sinks=True, logit_cap=5.0
     ),
+    "four narrow heads a worker, drafts": dict(
+        heads=12, kv_heads=4, head_dim=32, s_q=3, window=70, page_size=64, sinks=True
+    ),
     "bias by distance": dict(
         heads=10, kv_heads=2, head_dim=64, s_q=2, bias_extent=90, logit_cap=9.0, page_size=64
     ),

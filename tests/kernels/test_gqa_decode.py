@@ -76,7 +76,8 @@ def test_groups(implementation, heads, kv_heads):
 
 
 @pytest.mark.parametrize(
-    "head_dim, v_head_dim", [(96, 96), (128, 128), (256, 256), (512, 512), (192, 128), (80, 512), (96, 256)]
+    "head_dim, v_head_dim",
+    [(32, 32), (96, 96), (128, 128), (256, 256), (512, 512), (192, 128), (80, 512), (96, 256)],
 )
 def test_head_dims(implementation, head_dim, v_head_dim):
     case = problem(implementation, EDGES, head_dim=head_dim, v_head_dim=v_head_dim)
@@ -294,6 +295,7 @@ def test_very_long_context(implementation, delivery):
     "options",
     [
         {"head_dim": 64, "heads": 8, "sinks": True},
+        {"head_dim": 32, "heads": 12, "kv_heads": 4, "s_q": 3, "window": 3000, "sinks": True},
         {"head_dim": 128, "heads": 16, "s_q": 8, "kv_heads": 1},
         {"head_dim": 256, "window": 3000, "s_q": 2},
         {"head_dim": 96, "heads": 12, "kv_heads": 12, "logit_cap": 3.0},
