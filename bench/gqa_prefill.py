@@ -1,11 +1,12 @@
-"""GQA attention of chunks in bf16: against cuDNN over dense K and V where nothing is cached, and the XLA form elsewhere.
+"""GQA attention of chunks in bf16: against attention over dense K and V, and the XLA form where something is cached.
 
 K and V of one layer in pages of 64 tokens placed at random, as in `bench.gqa`; all rows have the same lengths. TFLOP/s count
-the visible pairs alone, 4 * head_dim for each query head: no masked part of a block. cuDNN reads dense arrays
-[rows, tokens, kv_heads, head_dim] that are made beforehand. Every candidate is checked against f32 attention of sampled
-rows, heads and queries first.
+the visible pairs alone, 4 * head_dim for each query head: no masked part of a block. cuDNN (where nothing is cached) and
+torch's SDPA (where the module `peers` is given, without windows) read dense arrays that are made beforehand. Every candidate
+is checked against f32 attention of sampled rows, heads and queries first.
 """
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -72,7 +73,26 @@ class Problem:
         run = jax.jit(partial(gqa_prefill, implementation=implementation, **self.options))
         return partial(run, self.q, self.batch.pool, source, jnp.int32(0), jnp.int32(1), start)
 
-    def candidates(self, xla: bool) -> dict[str, Callable[[], Any]]:
+    def dense(self) -> tuple[jax.Array, jax.Array]:
+        """K and V, [rows, cached + new, kv_heads, head_dim]."""
+        rows, tokens = len(self.batch.lengths), self.cached + self.q.shape[1]
+        k, v = (jnp.concatenate(x) for x in zip(*(self.batch.row(b) for b in range(rows)), strict=True))
+        k, v = (x.reshape(rows, -1, *x.shape[-2:])[:, :tokens] for x in (k, v))
+        return k, v
+
+    def sdpa(self, peers: Any) -> Callable[[], Any]:
+        """torch's, on the same dense arrays."""
+        bias = importlib.import_module("torch.nn.attention.bias")
+        attention = importlib.import_module("torch.nn.functional").scaled_dot_product_attention
+        q, k, v = (peers.as_torch(x).transpose(1, 2) for x in (self.q, *self.dense()))
+        if self.cached == 0:
+            call = partial(attention, is_causal=True)
+        else:
+            call = partial(attention, attn_mask=bias.causal_lower_right(q.shape[2], k.shape[2]))
+        scale = self.options["sm_scale"]
+        return lambda: (call(q, k, v, scale=scale, enable_gqa=True).transpose(1, 2),)
+
+    def candidates(self, xla: bool, peers: Any = None) -> dict[str, Callable[[], Any]]:
         """Name -> call whose result begins with the output."""
         batch = self.batch
         calls = {
@@ -85,9 +105,7 @@ class Problem:
                 run, self.q, batch.pool, batch.table, jnp.int32(0), jnp.int32(1)
             )
         if self.cached == 0:
-            rows = len(batch.lengths)
-            k, v = (jnp.concatenate(x) for x in zip(*(batch.row(b) for b in range(rows)), strict=True))
-            k, v = (x.reshape(rows, -1, *x.shape[-2:])[:, : self.q.shape[1]] for x in (k, v))
+            k, v = self.dense()
             attention = jax.jit(
                 partial(
                     jax.nn.dot_product_attention,
@@ -100,6 +118,8 @@ class Problem:
             calls["cuDNN, dense"] = lambda: (attention(self.q, k, v),)
         elif xla:
             calls["xla"] = self.call("xla", batch.table)
+        if peers is not None and self.window is None:
+            calls["torch SDPA, dense"] = self.sdpa(peers)
         return calls
 
     def check(self, name: str, out: jax.Array) -> float:
@@ -118,19 +138,19 @@ class Problem:
             raise AssertionError(f"{name}: relative error {worst:.3g} is over {TOLERANCE}")
         return worst
 
-    def measure(self, calls: dict[str, Callable[[], Any]], iters: int) -> dict[str, Any]:
+    def measure(self, calls: dict[str, Callable[[], Any]], iters: int, peers: Any = None) -> dict[str, Any]:
         errors = {}
         for name in list(calls):
             try:
                 out = calls[name]()[0]
-            except (NotImplementedError, RuntimeError, ValueError) as reason:
-                if not name.startswith("cuDNN"):
+            except (NotImplementedError, RuntimeError, TypeError, ValueError) as reason:
+                if not name.endswith("dense"):
                     raise
                 print(f"    {name} declines: {str(reason).splitlines()[0][:120]}", flush=True)
                 del calls[name]
                 continue
-            errors[name] = self.check(name, out)
-        times = timing.flat(timing.measure(calls, iters))
+            errors[name] = self.check(name, out if isinstance(out, jax.Array) else peers.as_jax(out))
+        times = timing.flat(timing.measure(calls, iters, peers))
         for name, t in times.items():
             t["relative_error"] = float(f"{errors[name]:.2e}")
             t["tflops"] = round(self.flops / t["us"] / 1e6, 1)
@@ -154,9 +174,10 @@ def main(argv: list[str]) -> None:
         "--no-xla", action="store_true", help="leave out the XLA form, which takes most of the time"
     )
     options = parser.parse_args(argv)
+    peers = timing.load_peers(options.peers)
     rows = []
     for i in options.only if options.only is not None else range(len(SHAPES)):
         problem = Problem(*SHAPES[i])
-        rows.append(problem.measure(problem.candidates(not options.no_xla), options.iters))
+        rows.append(problem.measure(problem.candidates(not options.no_xla, peers), options.iters, peers))
         show(rows[-1])
-        timing.write(options.json, timing.record("gqa_prefill", rows, None), quiet=True)
+        timing.write(options.json, timing.record("gqa_prefill", rows, peers), quiet=True)
