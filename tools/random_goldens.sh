@@ -4,10 +4,12 @@
 #   tools/random_goldens.sh [options of tools.make_random_goldens, such as --family inkling --count 3]
 #
 # transformers lives in an environment of its own (Python 3.11, torch for CPU). Where there is no Python 3.11, or torch
-# does not install, one line says that this was skipped. Needs .venv (make venv).
+# does not install, one line says that this was skipped. An environment of other versions is made anew. Needs .venv
+# (make venv).
 set -eu
 cd "$(dirname "$0")/.."
 dir=.cache/golden out=.cache/random-goldens
+torch=2.13.0 transformers=5.24.0
 
 skip() {
     echo "random goldens skipped: $1"
@@ -25,13 +27,15 @@ find_python() {
     return 1
 }
 
-if ! "$dir/bin/python" -c 'import torch, transformers' >/dev/null 2>&1; then
+pinned='import sys, torch, transformers
+sys.exit([torch.__version__.split("+")[0], transformers.__version__] != sys.argv[1:])'
+if ! "$dir/bin/python" -c "$pinned" "$torch" "$transformers" >/dev/null 2>&1; then
     base=$(find_python) || skip "no Python 3.11 found (python3.11, those of pyenv and uv, or one named in PYTHON311=...)"
     echo "installing torch and transformers into $dir (once)" >&2
     rm -rf "$dir"
     "$base" -m venv "$dir"
-    "$dir/bin/python" -m pip --disable-pip-version-check -qq install --no-compile torch==2.13.0 transformers==5.24.0 ||
-        skip "torch 2.13.0 and transformers 5.24.0 did not install"
+    "$dir/bin/python" -m pip --disable-pip-version-check -qq install --no-compile \
+        "torch==$torch" "transformers==$transformers" || skip "torch $torch and transformers $transformers did not install"
 fi
 
 rm -rf "$out"
