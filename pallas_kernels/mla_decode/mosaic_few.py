@@ -246,7 +246,7 @@ def _kernel(
             plgpu.barrier_wait(q_ready.at[q_slot])
 
             def one(i, carry):
-                peak, weights, n = carry
+                peak, total, weight, n = carry
                 slot = lax.rem(n, _SLOTS)
                 position = (first_tile + i) * TILE
 
@@ -290,21 +290,25 @@ def _kernel(
                 peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
                 p = jnp.exp2(s - down(peak, s))
                 pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(p_free.at[slot]))
-                p_smem.at[slot].transpose((1, 0))[...] = p.astype(jnp.bfloat16)
+                rounded = p.astype(jnp.bfloat16)
+                p_smem.at[slot].transpose((1, 0))[...] = rounded
                 factor_smem[slot] = decay
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[slot])
-                return peak, weights * down(decay, s) + p, n + 1
+                # V is multiplied by rounded weights, so their own sum divides: see `mosaic_gpu`.
+                weight = weight * down(decay, s) + rounded.astype(jnp.float32)
+                return peak, total * down(decay, s) + p, weight, n + 1
 
-            peak, weights, n = lax.fori_loop(
-                start, stop, one, (full((columns,), MASKED, COLUMNS), full((TILE, columns), 0, ACC), n)
+            zero = full((TILE, columns), 0, ACC)
+            peak, total, weight, n = lax.fori_loop(
+                start, stop, one, (full((columns,), MASKED, COLUMNS), zero, zero, n)
             )
             plgpu.barrier_arrive(q_free.at[q_slot])
-            total = reduce_columns(weights, scratch_smem, largest=False)
+            total, weight = (reduce_columns(x, scratch_smem, largest=False) for x in (total, weight))
             any_seen = total > 0
             safe = jnp.where(any_seen, total, 1)
             plgpu.barrier_wait(end_free)
-            inverse_smem[...] = jnp.where(any_seen, 1 / safe, 0)
+            inverse_smem[...] = jnp.where(any_seen, 1 / jnp.where(any_seen, weight, 1), 0)
             plgpu.commit_smem()
             plgpu.barrier_arrive(end_ready)
             whole, slot = block.destination(start, stop, tiles)
@@ -327,7 +331,7 @@ def _kernel(
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
         pl.when(left)(lambda: block.begin_records(share))
-        plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
+        plgpu.barrier_arrive(end_free)  # the place of 1 / weight is free
 
         def place(slot, c, first_row=0, rows=TILE):
             """Block c of this half of V."""
