@@ -11,6 +11,9 @@ FAST_COMPILE := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_backend_extr
 # Without the CUDA libraries the plugin wheels can compile, not run.
 DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
+# A worker of the GPU tests compiles on one core; a dozen share a card.
+GPU_WORKERS := 12
+
 # What also runs on the newest jax: the index operations and attention over the pool, and what names their rows.
 ON_NEWEST := tests/kernels/test_gather_translate.py tests/kernels/test_mla_decode.py tests/test_translator.py \
 	tests/pool/test_worked_numbers.py
@@ -52,7 +55,7 @@ types: venv
 
 deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins
-	$(DEVICELESS) $(PYTEST) -m deviceless
+	$(DEVICELESS) $(PYTHON_BIN) -m pytest -n 2 --dist worksteal -m deviceless
 
 random-goldens: venv
 	@tools/random_goldens.sh
@@ -62,7 +65,7 @@ notebook: venv
 
 # Runs in the environment at hand, which has a CUDA jaxlib: results go to bench/results beside the committed ones.
 gpu:
-	XLA_PYTHON_CLIENT_PREALLOCATE=false python3 -m pytest -m gpu
+	python3 -m pytest -m gpu -n $(GPU_WORKERS) --dist loadgroup
 	for name in index move mla mla_prefill gqa gqa_prefill experts state step; do \
 		python3 -m bench $$name --json bench/results/$$name.json || exit 1; \
 	done
@@ -70,4 +73,4 @@ gpu:
 newest: venv
 	@tools/bootstrap.sh .cache/newest newest
 	PYTHONPATH=.cache/newest $(PYTHON_BIN) -c "import jax; print('jax', jax.__version__)"
-	PYTHONPATH=.cache/newest $(PYTEST) -m "not gpu and not slow and not deviceless" $(ON_NEWEST)
+	$(FAST_COMPILE) PYTHONPATH=.cache/newest $(PYTEST) -m "not gpu and not slow and not deviceless" $(ON_NEWEST)
