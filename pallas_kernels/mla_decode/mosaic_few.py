@@ -235,7 +235,7 @@ def _kernel(
 
     @pl.when(role == _SCORES)
     def scores():
-        plgpu.set_max_registers(160, action="increase")
+        plgpu.set_max_registers(208, action="increase")
         share = block.get_share()
 
         def segment(b, start, stop, first_tile, tiles, carry):
@@ -327,7 +327,7 @@ def _kernel(
     def values():
         left = role == _LEFT
         first_box = jnp.where(left, 0, half // _BOX)
-        plgpu.set_max_registers(160, action="increase")
+        plgpu.set_max_registers(136, action="increase")
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
         pl.when(left)(lambda: block.begin_records(share))
