@@ -119,7 +119,7 @@ def store_quads(ref, index: jax.Array, values: Sequence[jax.Array], live: Sequen
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, (layout,) * 4, (layout,) * 4))
     def write(_, ref, index, values, live):
         base = _base(ref)
-        for i, *rest in _registers(index, *values, *live):
+        for i, *rest in registers(index, *values, *live):
             address = _address(base, i, 4)
             elements, lives = rest[:4], [_is_live(m) for m in rest[4:]]
             whole = arith.andi(arith.andi(lives[0], lives[1]), arith.andi(lives[2], lives[3]))
@@ -163,7 +163,7 @@ def block_rank(live: jax.Array, counts, warpgroups: int) -> tuple[jax.Array, jax
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=(vectors, vectors))
     def rank(_, live, counts):
         i32, index = _i32(), ir.IndexType.get()
-        [(bit,)] = _registers(live)
+        [(bit,)] = registers(live)
         thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
         warp = arith.shrui(thread, utils.c(5, i32))
         lane = arith.andi(thread, utils.c(31, i32))
@@ -210,13 +210,13 @@ def copy_within(
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), scalar, scalar, layout, layout))
     def copy(_, ref, source, target, offset, live):
         base, i64 = _base(ref), _i64()
-        [(source, target)] = _registers(source, target)
+        [(source, target)] = registers(source, target)
         source, target = (_address(base, page, stride) for page in (source, target))
         taken = ir.IntegerType.get_signless(16) if width < 4 else _i32()
         out = ", ".join(f"${i}" for i in range(words))
         zero = " ".join(f"mov.b{16 if width < 4 else 32} ${i}, 0;" for i in range(words))
         loaded = []
-        for at, m in _registers(offset, live):
+        for at, m in registers(offset, live):
             at = arith.extsi(i64, at)
             values = utils.inline_ptx(
                 f"{{ .reg .pred p; setp.ne.s32 p, ${words + 1}, 0; {zero} "
@@ -254,7 +254,7 @@ def _element(register: ir.Value) -> ir.Value:
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
 
 
-def _registers(*vectors: mgpu.FragmentedArray) -> list[tuple[ir.Value, ...]]:
+def registers(*vectors: mgpu.FragmentedArray) -> list[tuple[ir.Value, ...]]:
     """For each register, the element of every vector."""
     return [tuple(map(_element, rs)) for rs in zip(*(v.registers.flat for v in vectors), strict=True)]
 
@@ -291,7 +291,7 @@ def _load(ref, index: jax.Array, instruction: str) -> jax.Array:
                     result_types=_i32(),
                     has_side_effects=True,
                 )
-                for (i,) in _registers(index)
+                for (i,) in registers(index)
             ],
         )
 
@@ -304,7 +304,7 @@ def _write(ref, index: jax.Array, value: jax.Array, live: jax.Array, instruction
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, layout))
     def write(_, ref, index, value, live):
         base = _base(ref)
-        for i, v, m in _registers(index, value, live):
+        for i, v, m in registers(index, value, live):
             utils.inline_ptx(
                 f"{instruction} [$0], $1;",
                 _address(base, i, 4),

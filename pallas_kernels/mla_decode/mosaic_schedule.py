@@ -62,25 +62,37 @@ def owns_start(share: Share, row):
 
 def find_share(
     row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int,
-    reach: int | None = None,
+    reach: int | None = None, indptr_ref=None, capacity: int = 0,
 ) -> None:  # fmt: skip
     """Writes the numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
 
     Run by one warpgroup; each of its warps does the same work. `row_range_refs` are the int32[batch] refs of kv_start,
     kv_end and, if given, q_start. `reach`: positions before the end of a row's queries that some of them sees, None for
-    all. Follow with `plgpu.commit_smem` before another warpgroup reads.
+    all. `indptr_ref`, `capacity`: bounds of the rows in a token stream and its length; a row has no more positions than ids.
+    Follow with `plgpu.commit_smem` before another warpgroup reads.
     """
-    num_refs = len(row_range_refs)
+    ranges, ref = tuple(row_range_refs), plgpu.RefType()
+    indptrs = () if indptr_ref is None else (indptr_ref,)
 
     @plgpu.inline_mgpu(
-        arg_types=(*[plgpu.RefType()] * num_refs, plgpu.RefType(), plgpu.Layout.WG_SPLAT(())),
+        arg_types=((ref,) * len(ranges), (ref,) * len(indptrs), ref, plgpu.Layout.WG_SPLAT(())),
         return_type=None,
     )
-    def find(_, *args):
-        *ranges, out, group = args
-        _emit_find_share(ranges, batch, group.registers.item(), groups, out, width_tokens, s_q, reach)
+    def find(_, ranges, indptrs, out, group):
+        _emit_find_share(
+            ranges,
+            batch,
+            group.registers.item(),
+            groups,
+            out,
+            width_tokens,
+            s_q,
+            reach,
+            *indptrs,
+            capacity=capacity,
+        )
 
-    find(*row_range_refs, out_ref, group)
+    find(ranges, indptrs, out_ref, group)
 
 
 def read_share(ref) -> Share:
@@ -93,9 +105,12 @@ def row_end(share: Share, group, tiles):
     return (group + 1) * share.size - share.last_offset + tiles + share.overhead
 
 
-def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q, reach=None):
+def _emit_find_share(
+    ranges, batch, group, groups, out, width_tokens, s_q, reach=None, indptr=None, *, capacity=0
+):
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
+    constant = lambda value: arith.constant(index, ir.IntegerAttr.get(index, value))
     less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
     everyone, zero, none = const(-1), const(0), const(batch)
     lane = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_LANES))
@@ -104,9 +119,14 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q, reach
         """(tiles of the row, whether there is such a row)."""
         inside = less(row, none)
         at = [arith.index_cast(index, arith.select(inside, row, zero))]
-        start = arith.maxsi(memref.load(ranges[0], at), zero)
+        kv_start = memref.load(ranges[0], at)
+        start = arith.maxsi(kv_start, zero)
         q_stop = kv_end = memref.load(ranges[1], at)
         stop = arith.minsi(kv_end, const(width_tokens))
+        if indptr is not None:
+            begin, end = (memref.load(indptr, [arith.addi(at[0], constant(i))]) for i in (0, 1))
+            ids = arith.subi(arith.minsi(end, const(capacity)), begin)
+            stop = arith.minsi(stop, arith.addi(kv_start, ids))
         if len(ranges) == 3:
             q_stop = arith.addi(memref.load(ranges[2], at), const(s_q))
             stop = arith.minsi(stop, q_stop)
@@ -191,7 +211,7 @@ def _emit_find_share(ranges, batch, group, groups, out, width_tokens, s_q, reach
 
     _, *found = loop([zero, none, zero, none, zero], scan, 1)
     for i, value in enumerate([*found, size, overhead]):
-        memref.store(value, out, [arith.constant(index, ir.IntegerAttr.get(index, i))])
+        memref.store(value, out, [constant(i)])
 
 
 def _repeat(trips: int, carry, body):

@@ -81,13 +81,21 @@ def warp(monkeypatch):
     ).items():  # fmt: skip
         monkeypatch.setattr(schedule, name, value)
 
-    def shares(kv_start, kv_end, groups, q_start=None, s_q=1, width_tokens=1 << 30, reach=None):
+    def shares(kv_start, kv_end, groups, q_start=None, s_q=1, width_tokens=1 << 30, reach=None, **stream):
         ranges = [np.asarray(x, np.int32) for x in (kv_start, kv_end, q_start) if x is not None]
         found = []
         for group in range(groups):
             out = np.full(8, -9, np.int32)
             schedule._emit_find_share(
-                ranges, len(ranges[0]), lanes(np.int32(group)), groups, out, width_tokens, s_q, reach
+                ranges,
+                len(ranges[0]),
+                lanes(np.int32(group)),
+                groups,
+                out,
+                width_tokens,
+                s_q,
+                reach,
+                **stream,
             )
             found.append(schedule.Share(*(int(x) for x in out[: len(schedule.Share._fields)])))
         return found
@@ -192,3 +200,16 @@ def test_a_window_moves_the_start_of_rows(warp, s_q):
     windowed = warp(kv_start, kv_end, 9, reach=600, **options)
     assert windowed == warp(np.maximum(kv_start, q_stop - 600), kv_end, 9, **options)
     assert windowed != warp(kv_start, kv_end, 9, **options)
+
+
+def test_a_row_of_a_stream_has_no_more_tiles_than_ids(warp):
+    """Where `indptr` gives a row less room than its range, or the stream ends in it."""
+    rng = np.random.default_rng(6)
+    kv_start, room = rng.integers(-3, 300, 70), rng.integers(0, 2000, 70)
+    kv_end = kv_start + room + rng.integers(-5, 400, 70) * rng.integers(0, 2, 70)
+    indptr = np.concatenate([[0], np.cumsum(room)]).astype(np.int32)
+    capacity = int(indptr[60]) + 100
+    shares = warp(kv_start, kv_end, 20, indptr=indptr, capacity=capacity)
+    stop = np.minimum(kv_end, kv_start + np.minimum(indptr[1:], capacity) - indptr[:-1])
+    start = np.maximum(kv_start, 0)
+    check(shares, np.where(stop > start, -(-stop // TILE) - start // TILE, 0))
