@@ -60,12 +60,12 @@ class Prefill:
                 before = len(prefix[b][0])
             if n == 0:
                 continue
-            s = np.einsum("qhd,khd->hqk", q, k) * self.sm_scale
+            s = q.swapaxes(0, 1) @ k.transpose(1, 2, 0) * self.sm_scale
             s = np.where(np.arange(before + n) <= before + np.arange(n)[:, None], s, -np.inf)
             peak = s.max(axis=-1, keepdims=True)
             p = np.exp(s - peak)
             total = p.sum(axis=-1, keepdims=True)
-            out[at] = np.einsum("hqk,khd->qhd", p / total, v)
+            out[at] = (p / total @ v.swapaxes(0, 1)).swapaxes(0, 1)
             lse[at] = (peak + np.log(total))[..., 0].T
         return out, lse
 
@@ -108,8 +108,8 @@ def make_prefill(
     for s, n in zip(start, length, strict=True):
         dead[s : s + n] = False
 
-    def draw(*shape, scale=1.0):
-        x = rng.normal(size=(tokens, *shape)) * scale
+    def draw(*shape):
+        x = rng.standard_normal((tokens, *shape), np.float32)
         x[dead] = np.nan
         return x.astype(jnp.dtype(dtype))
 
