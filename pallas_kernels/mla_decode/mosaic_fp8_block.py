@@ -11,14 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
-from pallas_kernels.mla_decode.mosaic_fp8_registers import scores_of, token_of, token_scales, zero_rows
+from pallas_kernels.mla_decode.mosaic_fp8_registers import scores_of, token_scales, zero_rows
 from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import VirtualPages
 
 MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)  # no written scale is smaller
 LOAD = 0  # role of the warpgroup that loads; the one behind it keeps the records
-SWIZZLED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # f16
 BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 P_TILED = (
     plgpu.TilingTransform((8, 16)),
@@ -89,6 +88,11 @@ class Call:
         return TILE * self.row_bytes
 
     @property
+    def q_shape(self) -> tuple[int, int]:
+        """Of the query columns in shared memory, in bytes: two terms of each, in rows as wide as the tile's."""
+        return 2 * self.columns, self.row_bytes
+
+    @property
     def loads(self) -> int:
         """TMA copies of a tile."""
         return TILE // min(self.source.page_size, TILE)
@@ -116,7 +120,7 @@ class Call:
         """Whether the table of rows that are cut has a line a row: the shorter one."""
         return self.rows < self.groups
 
-    def run(self, kernel, *, num_threads: int, slots: int, readers: int, scratch_types, reduction_bytes: int):
+    def run(self, kernel, *, num_threads: int, slots: int, readers: int, scratch_types):
         """Launches ``kernel(block, *scratch)`` and the merge. `readers`: warpgroups that free a slot of the ring."""
         array = jax.ShapeDtypeStruct
         inputs = len(self.ranges) + len(self.ids)
@@ -151,7 +155,7 @@ class Call:
             # What threads write to shared memory others read behind a barrier of ours: Pallas need not add its own around
             # every load and store.
             compiler_params=plgpu.CompilerParams(
-                approx_math=True, reduction_scratch_bytes=reduction_bytes, unsafe_no_auto_barriers=True
+                approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
             ),
         )
         out, lse, part, part_lse, leads = launch(
@@ -300,7 +304,7 @@ class Block:
     def mask(self, s, position, kv_first, kv_stop, q_position):
         """Scores [TILE, columns] of the tile at `position`, -inf where a query does not see the token."""
         call = self.call
-        token = token_of(plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC)) + position
+        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + position
         keep = (token >= kv_first) & (token < kv_stop)
         if call.s_q > 1:
             query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC) + self.q_tile * call.columns

@@ -21,15 +21,14 @@ from pallas_kernels.mla_decode.mosaic_fp8_block import (
     P_TILED,
     SLACK,
     SMEM_BYTES,
-    SWIZZLED,
     Block,
     Call,
-    across,
     down,
     full,
 )
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
-    add_all_values,
+    add_values,
+    add_weights,
     any_above,
     load_queries,
     receive,
@@ -46,16 +45,15 @@ _FIRST, _CONSUMERS = 1, 2
 def decode_few(call: Call):
     """(out, lse) of ``rows * queries`` lines. `call.columns` is 16 or 32."""
     columns = call.columns
-    room = SMEM_BYTES - 2 * columns * call.width - _CONSUMERS * 2 * TILE * columns
+    room = SMEM_BYTES - 2 * columns * call.row_bytes - _CONSUMERS * 2 * TILE * columns
     slots = 4 if room >= 4 * call.tile_bytes else 2  # even: a slot is always read by the same consumer
     return call.run(
         _kernel,
         num_threads=1 + _CONSUMERS,
         slots=slots,
         readers=1,
-        reduction_bytes=0,
         scratch_types=[
-            plgpu.SMEM((columns, call.width), jnp.float16, transforms=SWIZZLED),
+            plgpu.SMEM(call.q_shape, jnp.uint8, transforms=BYTES),
             plgpu.SMEM((_CONSUMERS, TILE, columns), jnp.float16, transforms=P_TILED),
             plgpu.SMEM((columns,), jnp.float32),
             plgpu.SMEM((_CONSUMERS, 2, columns), jnp.float32),
@@ -91,7 +89,7 @@ def _kernel(block: Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, me
 
             @pl.when(first)
             def queries():
-                load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, SWIZZLED)
+                load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, BYTES)
                 plgpu.commit_smem()
 
             meet()
@@ -112,7 +110,7 @@ def _kernel(block: Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, me
                     tile_peak = reduce_columns(s, scratch, largest=True)
                     new_peak = jnp.where(tile_peak > peak + SLACK, tile_peak, peak)
                     decay = jnp.exp2(peak - new_peak)
-                    return new_peak, *(x * down(decay, x) for x in (weights, *accs))
+                    return new_peak, weights * decay, *(acc * down(decay, acc) for acc in accs)
 
                 stay = lambda s, *others: others
                 behind = any_above(s, peak + SLACK) > 0
@@ -120,12 +118,12 @@ def _kernel(block: Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, me
                 p = jnp.exp2(s - down(peak, s))
                 p_smem[me] = p.astype(jnp.float16)
                 plgpu.commit_smem()
-                weights = weights + p * across(inverse, s)
-                accs = add_all_values(accs, block.kv_smem.at[slot], p_smem.at[me], BYTES)
+                weights = add_weights(weights, p, inverse)
+                accs = add_values(accs, block.kv_smem.at[slot], p_smem.at[me], 0, 4, BYTES)
                 plgpu.barrier_arrive(block.kv_free.at[slot])
                 return peak, weights, *accs
 
-            nothing = [full((TILE, columns), 0, ACC), *[full((64, columns), 0, ACC)] * v_blocks]
+            nothing = [full((columns,), 0, COLUMNS), *[full((64, columns), 0, ACC)] * v_blocks]
             peak, weights, *accs = lax.fori_loop(0, count, one, (full((columns,), MASKED, COLUMNS), *nothing))
             stat_smem[me, 0] = peak
             stat_smem[me, 1] = reduce_columns(weights, scratch, largest=False)
@@ -153,7 +151,7 @@ def _kernel(block: Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, me
                 pl.when(cut)(lambda: store_vector(block.part_lse, partial, block.line(slot), block.live))
 
             def finish(some, first_block):
-                some = receive(some, q_smem, SWIZZLED)
+                some = receive(some, q_smem, BYTES)
                 store = lambda ref, of: store_columns(
                     ref, some, block.line(of), block.live, 0, v_blocks, first_block
                 )
@@ -161,14 +159,14 @@ def _kernel(block: Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, me
                 pl.when(cut)(lambda: store(block.part, slot))
 
             half = v_blocks // 2
-            pl.when(second)(lambda: send(accs[:half], q_smem, SWIZZLED))
+            pl.when(second)(lambda: send(accs[:half], q_smem, BYTES))
             plgpu.commit_smem()
             meet()
 
             @pl.when(first)
             def first_half():
                 finish(accs[:half], 0)
-                send(accs[half:], q_smem, SWIZZLED)  # each thread over what it has read itself
+                send(accs[half:], q_smem, BYTES)  # each thread over what it has read itself
 
             plgpu.commit_smem()
             meet()

@@ -20,18 +20,17 @@ from pallas_kernels.mla_decode.mosaic_fp8_block import (
     P_TILED,
     SLACK,
     SMEM_BYTES,
-    SWIZZLED,
     Block,
     Call,
-    across,
     down,
     full,
 )
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     add_values,
+    add_weights,
     any_above,
-    first_values,
     load_queries,
+    reduce_columns,
     store_columns,
     store_vector,
 )
@@ -44,17 +43,18 @@ _P_SLOTS = 2
 def decode_many(call: Call):
     """(out, lse) of ``rows * queries`` lines. `call.columns` is 64."""
     columns = call.columns
-    room = SMEM_BYTES - 2 * columns * call.width - _P_SLOTS * 2 * TILE * columns
+    room = SMEM_BYTES - 2 * columns * call.row_bytes - _P_SLOTS * 2 * TILE * columns
     return call.run(
         _kernel,
         num_threads=4,
         slots=min(5, room // call.tile_bytes),
         readers=3,
-        reduction_bytes=2048,  # over tokens, across the warps of the scores' warpgroup
         scratch_types=[
-            plgpu.SMEM((columns, call.width), jnp.float16, transforms=SWIZZLED),
+            plgpu.SMEM(call.q_shape, jnp.uint8, transforms=BYTES),
             plgpu.SMEM((_P_SLOTS, TILE, columns), jnp.float16, transforms=P_TILED),
             plgpu.SMEM((_P_SLOTS + 2, columns), jnp.float32),
+            plgpu.SMEM((_P_SLOTS,), jnp.int32),
+            plgpu.SMEM((4, columns), jnp.float32),
             plgpu.Barrier(num_barriers=_P_SLOTS),
             plgpu.Barrier(num_arrivals=2, num_barriers=_P_SLOTS),
             plgpu.Barrier(),
@@ -63,7 +63,9 @@ def decode_many(call: Call):
     )
 
 
-def _kernel(block: Block, q_smem, p_smem, factor_smem, p_ready, p_free, end_ready, end_free) -> None:
+def _kernel(
+    block: Block, q_smem, p_smem, factor_smem, decays_smem, scratch_smem, p_ready, p_free, end_ready, end_free
+) -> None:
     call, role = block.call, block.role
     columns, half = call.columns, call.v_width // 2
     v_blocks = half // 64
@@ -72,12 +74,12 @@ def _kernel(block: Block, q_smem, p_smem, factor_smem, p_ready, p_free, end_read
 
     @pl.when(role == _SCORES)
     def scores():
-        plgpu.set_max_registers(152, action="increase")
+        plgpu.set_max_registers(136, action="increase")
         share = block.get_share()
 
         def segment(b, start, stop, first_tile, tiles, n):
             seen = (*block.visible(b), block.q_position(b))
-            load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, SWIZZLED)
+            load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, BYTES)
             plgpu.commit_smem()
 
             def one(i, carry):
@@ -89,25 +91,27 @@ def _kernel(block: Block, q_smem, p_smem, factor_smem, p_ready, p_free, end_read
 
                 # The subtrahend follows the maximum only when it falls behind by 2**SLACK: most tiles rescale nothing.
                 def follow(s, peak):
-                    tile_peak = s.max(axis=0)
+                    tile_peak = reduce_columns(s, scratch_smem, largest=True)
                     new_peak = jnp.where(tile_peak > peak + SLACK, tile_peak, peak)
                     return new_peak, jnp.exp2(peak - new_peak)
 
                 stay = lambda s, peak: (peak, full((columns,), 1.0, COLUMNS))
-                peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
+                behind = any_above(s, peak + SLACK)
+                peak, decay = lax.cond(behind > 0, follow, stay, s, peak)
                 p = jnp.exp2(s - down(peak, s))
                 pl.when(n >= _P_SLOTS)(lambda: plgpu.barrier_wait(p_free.at[p_slot]))
                 p_smem[p_slot] = p.astype(jnp.float16)
                 factor_smem[p_slot] = decay
+                decays_smem[p_slot] = behind
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[p_slot])
                 plgpu.barrier_arrive(block.kv_free.at[slot])
-                return peak, weights * down(decay, s) + p * across(inverse, s), n + 1
+                return peak, add_weights(weights * decay, p, inverse), n + 1
 
             peak, weights, n = lax.fori_loop(
-                start, stop, one, (full((columns,), MASKED, COLUMNS), full((TILE, columns), 0, ACC), n)
+                start, stop, one, (full((columns,), MASKED, COLUMNS), full((columns,), 0, COLUMNS), n)
             )
-            total = weights.sum(axis=0)
+            total = reduce_columns(weights, scratch_smem, largest=False)
             any_seen = total > 0
             safe = jnp.where(any_seen, total, 1)
             plgpu.barrier_wait(end_free)
@@ -129,30 +133,27 @@ def _kernel(block: Block, q_smem, p_smem, factor_smem, p_ready, p_free, end_read
     def values():
         left = role == _LEFT
         column = jnp.where(left, 0, half)
-        plgpu.set_max_registers(168, action="increase")
+        plgpu.set_max_registers(176, action="increase")
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
         pl.when(left)(lambda: block.begin_records(share))
         plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
         def segment(b, start, stop, first_tile, tiles, n):
-            kv_first, kv_stop = block.visible(b)
             pl.when(left)(lambda: block.record(share, b, start, stop, tiles))
 
             def one(i, carry):
                 *accs, n = carry
                 slot, p_slot = lax.rem(n, block.slots), lax.rem(n, _P_SLOTS)
                 tile = block.kv_smem.at[slot]
-                make_first = lambda _=None: first_values(tile, column, v_blocks, BYTES)
-                plgpu.barrier_wait(block.kv_ready.at[slot])
-                first = make_first()
                 plgpu.barrier_wait(p_ready.at[p_slot])
-                decay = plgpu.load(factor_smem.at[p_slot], layout=COLUMNS)
-                accs = [acc * down(decay, acc) for acc in accs]
-                # In a tail, rows have been zeroed since.
-                tail = block.is_tail((first_tile + i) * TILE, kv_first, kv_stop)
-                first = lax.cond(tail, make_first, lambda x: x, first)
-                accs = add_values(accs, tile, p_smem.at[p_slot], first, column, BYTES)
+
+                def rescale(*accs):
+                    decay = plgpu.load(factor_smem.at[p_slot], layout=COLUMNS)
+                    return tuple(acc * down(decay, acc) for acc in accs)
+
+                accs = lax.cond(decays_smem[p_slot] > 0, rescale, lambda *accs: accs, *accs)
+                accs = add_values(accs, tile, p_smem.at[p_slot], column, 2, BYTES)
                 plgpu.barrier_arrive(block.kv_free.at[slot])
                 plgpu.barrier_arrive(p_free.at[p_slot])
                 return *accs, n + 1

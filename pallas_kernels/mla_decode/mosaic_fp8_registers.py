@@ -1,61 +1,75 @@
 """How the fp8 MLA decode kernel moves e4m3 rows between shared memory and WGMMA operands: inline MLIR for Mosaic GPU.
 
-A KV tile is 64 rows of e4m3 bytes in shared memory under the 128-byte swizzle. It is never written back as f16: each
-thread reads the bytes of its own fragment, converts them (exactly) and multiplies from registers. A fragment wants pairs
-of neighbours along the summed dimension, and 16-byte reads want neighbours in memory; both can be had, because the order
-of a summed dimension is free if both operands share it, and the order of an output's rows is undone when it is stored.
+A KV tile is 64 rows of e4m3 bytes in shared memory under the 128-byte swizzle. It is never written back as f16.
 
-* S^T = K Q^T, summed over columns: position ``16 j + 8 h + 2 q + b`` of a chunk of 64 holds column ``16 q + 4 j + 2 h + b``
-  (`COLUMN_ORDER`, which q must have too).
-* Its row m is token `token_of(m)` of the tile: neighbours in m lie four rows apart, so that no two threads of a phase of
-  a 16-byte read (or, for V, of an 8-byte one) meet in a bank.
-* O^T = V^T P^T, summed over m: row ``16 w + g + 8 h`` of block b holds column ``64 w + 8 g + 2 b + h`` of the half of V
-  that a warpgroup owns, so a thread reads and stores 8 neighbouring columns.
+* S^T = K Q^T: K is an operand as it lies. q, which has the 8 bits of bf16, is the sum of two e4m3 terms of 4 bits.
+* O^T = V^T P^T: e4m3 operands would have to lie the other way round. Each thread reads the bytes of its own fragment,
+  converts them to f16 (exactly) and multiplies from registers. A fragment wants pairs of neighbouring tokens, and 16-byte
+  reads want neighbouring columns: two rows are read and their bytes paired. The order of O^T's rows is undone when it is
+  stored: row ``16 w + g + 8 h`` of block b holds column ``64 w + 8 g + 2 b + h`` of the half of V that a warpgroup owns, so
+  a thread reads and stores 8 neighbouring columns.
 
-(m, h, q, g, w are those of PTX's fragment: w the warp, g = lane // 4, q = lane % 4, h the half of a fragment.)
+(h, q, g, w are those of PTX's fragment: w the warp, g = lane // 4, q = lane % 4, h the half of a fragment.)
 """
 
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, optimization_barrier
+from jax.experimental.mosaic.gpu.mma_utils import encode_descriptor
+from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _WGMMA = plgpu.Layout.WGMMA
-_CHUNK = 64  # columns of K that are converted and multiplied at a time
 _STEP = 16  # summed elements of one WGMMA on f16
 _LINE = 128  # bytes of a line of a swizzled box
 _BOX = 8 * _LINE  # 8 rows of 128 bytes, after which the swizzle starts again
 
-# Column of a chunk of 64 that each position along the summed dimension of Q K^T holds.
-COLUMN_ORDER = np.arange(64).reshape(4, 4, 2, 2).transpose(1, 2, 0, 3).reshape(-1)
-
-
-def token_of(m):
-    """Row of the KV tile that row m of S^T stands for."""
-    return (m & ~7) | (((m ^ (m >> 2)) & 1) << 2) | (m & 2) | ((m >> 2) & 1)
-
 
 def scores_of(tile_ref, q_ref, transforms):
-    """S^T = K Q^T, f32 [64, columns] with rows in the order of `token_of`; q_ref as `load_queries` leaves it."""
-    columns, width = q_ref.shape
+    """S^T = K Q^T, f32 [64, columns]; q_ref as `load_queries` leaves it.
 
-    def product(s_ref):
-        chunks = width // _CHUNK
-        words = k_bytes(tile_ref, 0, transforms)
-        for c in range(chunks):
-            fragments = k_fragments(words)
-            if c + 1 < chunks:
-                words = k_bytes(tile_ref, c + 1, transforms)
-            plgpu.wgmma(s_ref, fragments, q_ref.at[:, pl.ds(c * _CHUNK, _CHUNK)].transpose((1, 0)))
-            plgpu.wgmma_wait(1)  # frees the registers of the chunk before
-        return s_ref[...]
+    Tensor cores keep 14 bits of a sum of e4m3 products. Two sums of half the columns each lose half as much.
+    """
+    columns = q_ref.shape[0] // 2
+    beside = columns < 64  # both terms of q in one product: few columns would wait for K to be read twice
 
-    return pl.run_scoped(product, plgpu.ACC((64, columns), jnp.float32))
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(transforms), plgpu.RefType(transforms)),
+        return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=_WGMMA),
+    )
+    def multiply(_, tile, q):
+        n = 2 * columns if beside else columns
+        k, queries = _operand(tile), _operand(q)
+        terms = [queries] if beside else [queries, _ahead(queries, columns // 8 * _boxes_of_row(q) * _BOX)]
+        chunks = 2 * _boxes_of_row(tile) - 1  # of 64 columns; the last 64 bytes of a row are none
+        e4m3 = ir.Float8E4M3FNType.get()
+        accs = [WGMMAAccumulator.zero(64, n)._value for _ in range(2)]
+        issued = []
+        for part, acc in enumerate(accs):
+            registers = acc.registers
+            for chunk in range(part * chunks // 2, (part + 1) * chunks // 2):
+                at = chunk // 2 * _BOX + chunk % 2 * (_LINE // 2)
+                for term in terms:
+                    registers = wgmma_m64(
+                        registers, _ahead(k, at), _ahead(term, at), n=n, swizzle=64, a_transpose=False,
+                        b_transpose=False, a_k_stride=32, b_k_stride=32, a_element_type=e4m3, b_element_type=e4m3,
+                    )  # fmt: skip
+            nvvm.wgmma_commit_group_sync_aligned()
+            issued.append(FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None))
+        total = None
+        for pending, part in zip((1, 0), issued, strict=True):
+            nvvm.wgmma_wait_group_sync_aligned(pending)
+            part = optimization_barrier(part)
+            part = part[:, :columns] + part[:, columns:] if beside else part
+            total = part if total is None else total + part
+        return total.to_layout(_WGMMA.to_mgpu())
+
+    return multiply(tile_ref, q_ref)
 
 
 def any_above(values, limits):
@@ -89,47 +103,21 @@ def any_above(values, limits):
     return vote(values, limits)
 
 
-def first_values(tile_ref, first_column, blocks: int, transforms):
-    """The part of `add_values` that does not need P: V's first fragments and the bytes of the next."""
-    fragments = v_fragments(v_bytes(tile_ref, 0, first_column, blocks, transforms), blocks)
-    return (*fragments, v_bytes(tile_ref, 1, first_column, blocks, transforms))
-
-
-def add_values(accumulators, tile_ref, p_ref, first, first_column, transforms):
+def add_values(accumulators, tile_ref, p_ref, first_column, at_once: int, transforms):
     """``O^T + V^T P^T`` for the blocks of O^T that start at column `first_column` of V, as `v_fragments` orders their rows.
 
-    p_ref: P^T, f16 [64, columns], rows in the order of `token_of`. first: from `first_values`.
+    p_ref: P^T, f16 [64, columns]. `at_once` blocks are multiplied while as many are converted; both take registers.
     """
     blocks, steps = len(accumulators), 64 // _STEP
 
     def products(refs):
-        *fragments, words = first
-        for step in range(steps):
-            weights = p_ref.at[pl.ds(step * _STEP, _STEP)]
-            for ref, fragment in zip(refs, fragments, strict=True):
-                plgpu.wgmma(ref, fragment, weights)
-            plgpu.wgmma_wait(0)  # there are no registers for two steps of V
-            if step + 1 < steps:
-                fragments = v_fragments(words, blocks)
-            if step + 2 < steps:
-                words = v_bytes(tile_ref, step + 2, first_column, blocks, transforms)
-
-    return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
-
-
-def add_all_values(accumulators, tile_ref, p_ref, transforms):
-    """`add_values` for all of V's columns, some blocks at a time so that few fragments are in registers."""
-    blocks, steps = len(accumulators), 64 // _STEP
-    at_once = 4
-
-    def products(refs):
-        words = v_bytes(tile_ref, 0, 0, blocks, transforms)
+        words = v_bytes(tile_ref, 0, first_column, blocks, transforms)
         for step in range(steps):
             weights, here = p_ref.at[pl.ds(step * _STEP, _STEP)], words
             for first in range(0, blocks, at_once):
                 fragments = v_fragments(here, blocks, first=first, count=at_once)
                 if first + at_once == blocks and step + 1 < steps:
-                    words = v_bytes(tile_ref, step + 1, 0, blocks, transforms)
+                    words = v_bytes(tile_ref, step + 1, first_column, blocks, transforms)
                 for ref, fragment in zip(refs[first : first + at_once], fragments, strict=True):
                     plgpu.wgmma(ref, fragment, weights)
                 plgpu.wgmma_wait(at_once)
@@ -137,29 +125,66 @@ def add_all_values(accumulators, tile_ref, p_ref, transforms):
     return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
 
 
-def reduce_columns(values, scratch_ref, largest: bool):
-    """Largest element, or sum, of each column of f32 [64, n] in the WGMMA layout; scratch_ref is f32 [4, n].
+def add_weights(sums, p, factors):
+    """Adds p * factors[:, None], f32 [64, n] in the WGMMA layout, to f32 [n] sums of which each thread has a part.
 
-    `scratch_ref` belongs to one warpgroup: Pallas' own reductions share one among all of them.
+    `sums` is in the layout of WGMMA columns, where threads should agree; `reduce_columns` makes them.
     """
-    columns = values.shape[1]
+    columns = sums.shape[0]
 
     @plgpu.inline_mgpu(
-        arg_types=(_WGMMA, plgpu.RefType()),
+        arg_types=(_WGMMA.reduce(0), _WGMMA, _WGMMA.reduce(1)),
+        return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=_WGMMA.reduce(0)),
+    )
+    def add(_, sums, p, factors):
+        places = _by_place(p)
+        of_row = {
+            row: factors.registers[i] for i, row in _row_places(factors.layout, factors.registers.shape)
+        }
+        registers = np.empty(sums.registers.shape, dtype=object)
+        for i, index in enumerate(np.ndindex(registers.shape)):
+            pair = sums.registers[index]
+            for e in range(2):
+                value = _element(pair, e)
+                for row in (0, 8):
+                    value = arith.addf(
+                        value, arith.mulf(_element(places[row, 8 * i], e), _element(of_row[row], 0))
+                    )
+                pair = llvm.insertelement(pair, value, _const(e))
+            registers[index] = pair
+        return FragmentedArray(_registers=registers, _layout=sums.layout, _is_signed=None)
+
+    return add(sums, p, factors)
+
+
+def reduce_columns(values, scratch_ref, largest: bool):
+    """Largest element, or sum, of each column of f32 [64, n] in the WGMMA layout, or of what `add_weights` has added.
+
+    scratch_ref is f32 [4, n] and belongs to one warpgroup: Pallas' own reductions share one among all of them.
+    """
+    columns, whole = values.shape[-1], values.ndim == 2
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA if whole else _WGMMA.reduce(0), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((columns,), jnp.float32, layout=_WGMMA.reduce(0)),
     )
     def reduce(_, values, scratch):
         op = arith.maximumf if largest else arith.addf
         i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
         lane, warp = _lane_and_warp()
-        places = _by_place(values)
+        if whole:
+            places = _by_place(values)
+            of_thread = lambda n, e: op(_element(places[0, n], e), _element(places[8, n], e))
+        else:
+            sums = list(values.registers.flat)
+            of_thread = lambda n, e: _element(sums[n // 8], e)
         q = _and(lane, 3)
         at = _add(_shared(scratch), _shl(q, 3))  # of this thread's first pair of columns
         mine = _add(at, _mul(warp, 4 * columns))
         leads = arith.cmpi(arith.CmpIPredicate.ult, lane, _const(4))
         for column in range(0, columns, 8):
             for e in range(2):
-                value = op(_element(places[0, column], e), _element(places[8, column], e))
+                value = of_thread(column, e)
                 for distance in (4, 8, 16):
                     value = op(value, utils.shfl_bfly(value, distance))
                 _store_shared(mine, 4 * (column + e), llvm.bitcast(i32, value), leads)
@@ -226,39 +251,8 @@ def receive(blocks, ref, transforms):
     return list(read(ref, *blocks))
 
 
-def k_bytes(tile_ref, chunk: int, transforms):
-    """What this thread needs of K's columns ``64 * chunk`` to ``64 * chunk + 63``, for `k_fragments`: 8 words."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms),), return_type=_words_type(8))
-    def read(_, tile):
-        boxes = _boxes_of_row(tile)
-        q, row = _place_in_warpgroup()
-        line, phase = _line_of(row, boxes)
-        at = _add(_add(_shared(tile), line), _shl(_xor(_or(q, _const(4 * (chunk % 2))), phase), 4))
-        offset = chunk // 2 * _BOX
-        return _words_array([w for h in range(2) for w in _load_shared(at, offset + h * boxes * _BOX, 4)])
-
-    return read(tile_ref)
-
-
-def k_fragments(words):
-    """K in the order of `token_of` and `COLUMN_ORDER`, f16 [64, 64], from `k_bytes`."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(_WGMMA,), return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float16, layout=_WGMMA)
-    )
-    def convert(_, words):
-        values = {}
-        for i, word in enumerate(_words_of(words)):  # four of row m, four of row m + 8
-            for h, pair in enumerate(_halves_to_f16(word)):
-                values[i // 4 * 8, i % 4 * _STEP + 8 * h] = pair
-        return _f16_array(values, (64, 64))
-
-    return convert(words)
-
-
 def token_scales(tile_ref, byte: int, transforms):
-    """f32 [64] at bytes `byte` to `byte` + 3 of the tile's rows, in the order of `token_of`."""
+    """f32 [64] at bytes `byte` to `byte` + 3 of the tile's rows, one a row of S^T."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms),),
@@ -266,7 +260,7 @@ def token_scales(tile_ref, byte: int, transforms):
     )
     def read(_, tile):
         boxes = _boxes_of_row(tile)
-        _, row = _place_in_warpgroup()
+        row = _row_in_warpgroup()
         line, phase = _line_of(row, boxes)
         chunk = byte % _LINE // 16
         at = _add(_add(_shared(tile), line), _shl(_xor(_const(chunk), phase), 4))
@@ -299,7 +293,7 @@ def v_bytes(tile_ref, step: int, first_column, blocks: int, transforms):
         inside = _and(column, _LINE - 1)
         chunk, byte = _shr(inside, 4), _and(inside, 15)
         base = _add(_add(_shared(tile), _mul(_shr(column, 7), _BOX)), byte)
-        rows = [token_of(_Bits(_or(_shl(q, 1), _const(e)))).value for e in (0, 1)]  # within 8
+        rows = [_or(_shl(q, 1), _const(e)) for e in (0, 1)]  # within 8
         at = [_add(base, _add(_mul(row, _LINE), _shl(_xor(chunk, row), 4))) for row in rows]
         return _words_array(
             [
@@ -336,11 +330,12 @@ def v_fragments(words, blocks: int, first: int = 0, count: int | None = None):
 
 
 def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None:
-    """f16 queries in `COLUMN_ORDER` in shared memory, each times a power of two; the inverse of that goes to `unit_ref`.
+    """Queries as two e4m3 terms in shared memory, each times a power of two; the inverse of that goes to `unit_ref`.
 
-    q_ref bf16 [n, width] in GMEM, of which `lines` lines are taken from `first_line` on; q_smem [columns, width], whose
-    lines past those become 0; unit_ref f32 [columns]. The power takes a line's largest element to [2**14, 2**15), so
-    that f16 holds it and what is down to 2**-38 of it. Follow with `plgpu.commit_smem`.
+    q_ref bf16 [n, width] in GMEM, of which `lines` lines are taken from `first_line` on; q_smem bytes [2 * columns,
+    width + 64], the first terms and then what they leave, with zeros in lines past those; unit_ref f32 [columns]. The
+    power takes a line's largest element to [2**7, 2**8). The sum of both terms is exact but for what is below 2**-17 of
+    that element. Follow with `plgpu.commit_smem`.
     """
 
     @plgpu.inline_mgpu(
@@ -350,7 +345,8 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None
     def load(_, q, first_line, lines, target, units):
         first_line, lines = first_line.registers.item(), lines.registers.item()
         i64 = ir.IntegerType.get_signless(64)
-        groups, chunks, _, _ = ir.MemRefType(target.type).shape  # [columns / 8, width / 64, 8, 64]
+        groups, boxes, _, _ = ir.MemRefType(target.type).shape  # [2 * columns / 8, boxes, 8, 128]
+        chunks, groups = 2 * boxes - 1, groups // 2
         width = 64 * chunks
         thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
         quad = _and(thread, 3)
@@ -371,18 +367,18 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None
             peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # non-negative floats compare as integers
             for distance in (1, 2):
                 peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
-            up = arith.minui(arith.subi(_const(268), _shr(peak, 23)), _const(253))
+            up = arith.minui(arith.subi(_const(261), _shr(peak, 23)), _const(253))
             power = _shl(up, 23)
             unit = _shl(arith.subi(_const(254), up), 23)
             present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(8 * groups))
             phase = _and(line, 7)
-            to = _add(_shared(target), _add(_mul(_shr(line, 3), chunks * _BOX), _mul(phase, _LINE)))
-            to = _add(to, _shl(quad, 2))
-            for piece in range(8):  # 16 bytes of a line of 64 columns: steps j, halves h
-                there = _add(to, _shl(_xor(phase, _const(piece)), 4))
-                for c in range(chunks):
-                    value = _scaled_to_f16(words[8 * c + piece], power)
-                    _store_shared(there, c * _BOX, value, present)
+            to = _add(_shared(target), _add(_mul(_shr(line, 3), boxes * _BOX), _mul(phase, _LINE)))
+            sides = [_add(to, _shl(_xor(_or(quad, _const(side)), phase), 4)) for side in (0, 4)]
+            for c in range(chunks):  # 16 bytes of a line of each term
+                pairs = [_two_terms(words[8 * c + i], words[8 * c + i + 1], power) for i in range(0, 8, 2)]
+                for term in range(2):
+                    at_term = c // 2 * _BOX + term * groups * boxes * _BOX
+                    _store_shared_4(sides[c % 2], at_term, [pair[term] for pair in pairs], present)
             first_of_quad = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, quad, _const(0)))
             _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, first_of_quad)
 
@@ -479,37 +475,15 @@ def store_vector(ref, values, first, count) -> None:
     store(ref, values, jnp.int32(first), jnp.int32(count))
 
 
-class _Bits:
-    """An i32 under Python's bit operators, for `token_of`."""
-
-    def __init__(self, value: ir.Value):
-        self.value = value
-
-    def __and__(self, other: int) -> "_Bits":
-        return _Bits(_and(self.value, other))
-
-    def __or__(self, other: "_Bits") -> "_Bits":
-        return _Bits(_or(self.value, other.value))
-
-    def __xor__(self, other: "_Bits") -> "_Bits":
-        return _Bits(_xor(self.value, other.value))
-
-    def __lshift__(self, by: int) -> "_Bits":
-        return _Bits(_shl(self.value, by))
-
-    def __rshift__(self, by: int) -> "_Bits":
-        return _Bits(_shr(self.value, by))
-
-
 def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
     thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
     return _and(thread, 31), _shr(thread, 5)
 
 
-def _place_in_warpgroup() -> tuple[ir.Value, ir.Value]:
-    """(q, the tile row of S^T's row 16 * warp + g)."""
+def _row_in_warpgroup() -> ir.Value:
+    """The row 16 * warp + g of S^T."""
     lane, warp = _lane_and_warp()
-    return _and(lane, 3), token_of(_Bits(_add(_shl(warp, 4), _shr(lane, 2)))).value
+    return _add(_shl(warp, 4), _shr(lane, 2))
 
 
 def _line_of(row: ir.Value, boxes: int) -> tuple[ir.Value, ir.Value]:
@@ -555,19 +529,33 @@ def _store_shared(address: ir.Value, offset: int, word: ir.Value, where: ir.Valu
     )
 
 
+def _store_shared_4(address: ir.Value, offset: int, words: list[ir.Value], where: ir.Value) -> None:
+    utils.inline_ptx(
+        f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", address, *words, predicate=where, has_side_effects=True
+    )  # fmt: skip
+
+
 def _larger_sizes(sizes: ir.Value, word: ir.Value) -> ir.Value:
     """Of two bf16 pairs the larger magnitudes; `sizes` has none below 0."""
     return _ptx("{ .reg .b32 size; and.b32 size, $2, 0x7fff7fff; max.bf16x2 $0, $1, size; }", sizes, word)
 
 
-def _scaled_to_f16(word: ir.Value, power: ir.Value) -> ir.Value:
-    """A bf16 pair times an f32, given by its bits, as an f16 pair."""
-    return _ptx(
-        "{ .reg .b32 low, high; .reg .f32 a, b, p; mov.b32 p, $2; shl.b32 low, $1, 16; and.b32 high, $1, 0xffff0000;"
-        " mov.b32 a, low; mov.b32 b, high; mul.f32 a, a, p; mul.f32 b, b, p; cvt.rn.f16x2.f32 $0, b, a; }",
-        word,
-        power,
+def _two_terms(low: ir.Value, high: ir.Value, power: ir.Value) -> list[ir.Value]:
+    """Two bf16 pairs times an f32, given by its bits, as four e4m3 bytes, and as many of what those leave."""
+    i32 = ir.IntegerType.get_signless(32)
+    text = ".reg .b32 w; .reg .b16 e, f; .reg .f32 a, b, c, d, p; mov.b32 p, $4;"
+    for word, (x, y) in (("$2", "ab"), ("$3", "cd")):
+        text += f" shl.b32 w, {word}, 16; mov.b32 {x}, w; and.b32 w, {word}, 0xffff0000; mov.b32 {y}, w;"
+    text += " mul.f32 a, a, p; mul.f32 b, b, p; mul.f32 c, c, p; mul.f32 d, d, p;"
+    to_bytes = (
+        " cvt.rn.satfinite.e4m3x2.f32 e, b, a; cvt.rn.satfinite.e4m3x2.f32 f, d, c; mov.b32 {out}, {{e, f}};"
     )
+    text += to_bytes.format(out="$0")
+    for half, (x, y) in (("e", "ab"), ("f", "cd")):
+        text += f" cvt.rn.f16x2.e4m3x2 w, {half}; {{ .reg .b16 l, h; .reg .f32 t; mov.b32 {{l, h}}, w;"
+        text += f" cvt.f32.f16 t, l; sub.f32 {x}, {x}, t; cvt.f32.f16 t, h; sub.f32 {y}, {y}, t; }}"
+    text += to_bytes.format(out="$1")
+    return list(utils.inline_ptx(f"{{ {text} }}", low, high, power, result_types=[i32, i32]))
 
 
 def _ptx(text: str, *args: ir.Value) -> ir.Value:
@@ -648,6 +636,18 @@ def _element(register: ir.Value, e: int) -> ir.Value:
 
 def _shared(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
+
+
+def _operand(ref: ir.Value) -> ir.Value:
+    """WGMMA's descriptor of bytes [8 * n, boxes of 128] whose summed dimension lies along the rows."""
+    return encode_descriptor(
+        ref, leading_byte_offset=0, stride_byte_offset=_boxes_of_row(ref) * _BOX, swizzle=_LINE
+    )
+
+
+def _ahead(descriptor: ir.Value, offset: int) -> ir.Value:
+    i64 = ir.IntegerType.get_signless(64)
+    return arith.addi(descriptor, arith.constant(i64, ir.IntegerAttr.get(i64, offset >> 4)))
 
 
 def _const(value: int) -> ir.Value:

@@ -14,49 +14,52 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import mosaic_fp8, mosaic_fp8_block, mosaic_fp8_few, mosaic_fp8_many
-from pallas_kernels.mla_decode.mosaic_fp8_registers import token_of
 from tests.kernels import mla_interpreter
 from tests.kernels.mla_case import make_case
 
 WIDTH = 576
 
 
-def ordered(rows):
-    return jnp.take(rows, token_of(lax.iota(jnp.int32, 64)), axis=0, mode="clip")
-
-
 def values(tile_ref):
-    return ordered(lax.bitcast_convert_type(tile_ref[...], jnp.float8_e4m3fn).astype(jnp.float32))
+    return lax.bitcast_convert_type(tile_ref[...], jnp.float8_e4m3fn).astype(jnp.float32)
 
 
 def load_queries(q_ref, first_line, lines, q_smem, unit_ref, _):
-    for i in range(q_smem.shape[0]):
+    columns = q_smem.shape[0] // 2
+    for i in range(columns):
         line = q_ref[first_line + jnp.minimum(i, lines - 1)]
-        q_smem[i] = jnp.where(i < lines, line.astype(jnp.float32) / 4, 0).astype(jnp.float16)
-    unit_ref[...] = jnp.full(unit_ref.shape, 4, jnp.float32)
+        left = jnp.where(i < lines, line.astype(jnp.float32) * 32, 0)
+        for term in range(2):
+            rounded = left.astype(jnp.float8_e4m3fn)
+            q_smem[term * columns + i, :WIDTH] = lax.bitcast_convert_type(rounded, jnp.uint8)
+            left = left - rounded.astype(jnp.float32)
+    unit_ref[...] = jnp.full(unit_ref.shape, 1 / 32, jnp.float32)
 
 
 def scores_of(tile_ref, q_ref, _):
-    return values(tile_ref)[:, :WIDTH] @ q_ref[...].astype(jnp.float32).T
+    terms = values(q_ref)[:, :WIDTH].reshape(2, -1, WIDTH)
+    return values(tile_ref)[:, :WIDTH] @ terms.sum(axis=0).T
 
 
 def token_scales(tile_ref, byte, _):
-    return ordered(lax.bitcast_convert_type(tile_ref[...][:, byte : byte + 4], jnp.float32))
+    return lax.bitcast_convert_type(tile_ref[...][:, byte : byte + 4], jnp.float32)
 
 
 def any_above(scores, limits):
     return jnp.any(scores > limits).astype(jnp.int32)
 
 
-def reduce_columns(scores, scratch_ref, largest):
-    return scores.max(axis=0) if largest else scores.sum(axis=0)
+def add_weights(sums, p, factors):
+    return sums + factors @ p
 
 
-def first_values(tile_ref, first_column, blocks, _):
-    return ()
+def reduce_columns(values, scratch_ref, largest):
+    if values.ndim == 1:  # sums of `add_weights`, whole here
+        return values
+    return values.max(axis=0) if largest else values.sum(axis=0)
 
 
-def add_values(accumulators, tile_ref, p_ref, first, first_column, _):
+def add_values(accumulators, tile_ref, p_ref, first_column, at_once, _):
     v = lax.dynamic_slice(values(tile_ref), (0, first_column), (64, 64 * len(accumulators)))
     # The interpreter wants a fence between a read and a later TMA write. Here a value has reached its register before its
     # reader frees the slot, and there is nothing to fence.
@@ -65,24 +68,20 @@ def add_values(accumulators, tile_ref, p_ref, first, first_column, _):
     return [acc + product[64 * i : 64 * i + 64] for i, acc in enumerate(accumulators)]
 
 
-def add_all_values(accumulators, tile_ref, p_ref, _):
-    return add_values(accumulators, tile_ref, p_ref, (), 0, None)
-
-
 def zero_rows(tile_ref, first, stop, _):
     row = jnp.arange(64)[:, None]
     tile_ref[...] = jnp.where((row >= first) & (row < stop), tile_ref[...], jnp.uint8(0))
 
 
 def send(blocks, ref, _):
-    words = lax.bitcast_convert_type(jnp.stack(blocks).reshape(-1), jnp.float16).reshape(-1)
-    ref[...] = jnp.pad(words, (0, ref.shape[0] * ref.shape[1] - words.shape[0])).reshape(ref.shape)
+    sent = lax.bitcast_convert_type(jnp.stack(blocks).reshape(-1), jnp.uint8).reshape(-1)
+    ref[...] = jnp.pad(sent, (0, ref.shape[0] * ref.shape[1] - sent.shape[0])).reshape(ref.shape)
 
 
 def receive(blocks, ref, _):
     shape = (len(blocks), *blocks[0].shape)
-    words = ref[...].reshape(-1)[: 2 * int(np.prod(shape))].reshape(-1, 2)
-    sent = lax.bitcast_convert_type(words, jnp.float32).reshape(shape)
+    sent = ref[...].reshape(-1)[: 4 * int(np.prod(shape))].reshape(-1, 4)
+    sent = lax.bitcast_convert_type(sent, jnp.float32).reshape(shape)
     return [block + sent[i] for i, block in enumerate(blocks)]
 
 
@@ -102,7 +101,7 @@ def store_vector(ref, vector, first, count):
 
 
 SUBSTITUTES = (
-    load_queries, scores_of, token_scales, any_above, reduce_columns, first_values, add_values, add_all_values, zero_rows,
+    load_queries, scores_of, token_scales, any_above, reduce_columns, add_weights, add_values, zero_rows,
     send, receive, store_columns, store_vector,
 )  # fmt: skip
 
