@@ -30,6 +30,10 @@ settings.register_profile(
 settings.load_profile("default")
 
 
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
 @pytest.fixture
 def named_for_hopper(monkeypatch):
     """Named implementations find the device that they need: for what they refuse before they compile."""

@@ -12,7 +12,7 @@ from ukv_jax.engine import Engine, Sampling
 from ukv_jax.layout import StaticLayout, UnifiedLayout
 from ukv_jax.models.config import KDAConfig, MLAConfig
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.long]
 
 # Kimi-Linear's latent and head widths, so that the kernels for real models serve it.
 WIDE = replace(

@@ -11,7 +11,7 @@ import pytest
 from tests.models import parity
 from tests.models.pool_cache import make_pool_cache
 
-pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.* not loaded.*")]
+pytestmark = [pytest.mark.gpu, pytest.mark.long, pytest.mark.filterwarnings("ignore:.* not loaded.*")]
 
 MODELS = ("deepseek_v3", "falcon_h1", "gemma4", "gpt_oss", "inkling", "qwen3_5")
 
