@@ -54,20 +54,23 @@ def test_head_counts(implementation, kv_dtype, heads):
 
 
 @every_kernel
-@pytest.mark.parametrize(
-    "page_size, delivery", [*product((1, 8, 128), DELIVERIES), *product((2, 16, 32), ["table"])]
-)
-def test_page_sizes(implementation, kv_dtype, page_size, delivery):
+@pytest.mark.parametrize("page_size", [2, 16, 32])
+def test_page_sizes(implementation, kv_dtype, page_size):
     case = make_case(EDGES, heads=8, page_size=page_size, kv_dtype=kv_dtype)
-    case.check(*run(implementation, case, delivery))
+    case.check(*run(implementation, case))
 
 
 @every_kernel
-@pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize("s_q", [1, 3])
+@pytest.mark.parametrize("page_size, s_q", [(1, 1), (1, 3), (8, 1), (64, 1), (64, 3), (128, 2)])
 def test_deliveries_agree_to_the_bit(implementation, kv_dtype, page_size, s_q):
+    """Lengths around the tiles, and windows that start anywhere in them."""
     case = make_case(
-        [77, 0, 130, 64], heads=16, s_q=s_q, page_size=page_size, kv_start=[3, 0, 65, 0], kv_dtype=kv_dtype
+        [*EDGES, 77, 130, 100, 100, 64, 300, 9],
+        kv_start=[0] * len(EDGES) + [3, 65, 1, 63, 64, 128, 8],
+        heads=16,
+        s_q=s_q,
+        page_size=page_size,
+        kv_dtype=kv_dtype,
     )
     results = {}
     for delivery in DELIVERIES:
@@ -75,9 +78,10 @@ def test_deliveries_agree_to_the_bit(implementation, kv_dtype, page_size, s_q):
             results[delivery] = case.run(implementation, delivery)
         except NotImplementedError:
             assert not must_serve(implementation, case, delivery)
-    if len(results) < 2:
-        pytest.skip(f"{implementation} serves {sorted(results)} only")
+    if not results:
+        pytest.skip(f"{implementation} serves none of the deliveries")
     first, *others = results.values()
+    case.check(*first)
     for other in others:
         np.testing.assert_array_equal(other[0], first[0])
         np.testing.assert_array_equal(other[1], first[1])
@@ -89,15 +93,6 @@ def test_queries_are_causal(implementation, kv_dtype, s_q):
     """Lengths below s_q too: the first queries then sit before the first token and see nothing."""
     case = make_case([0, 1, 2, 5, 8, 64, 67, 129], heads=4, s_q=s_q, kv_dtype=kv_dtype)
     case.check(*run(implementation, case))
-
-
-@every_kernel
-@pytest.mark.parametrize("delivery", DELIVERIES)
-def test_window_starts_anywhere(implementation, kv_dtype, delivery):
-    case = make_case(
-        [100, 100, 100, 64, 300, 9], kv_start=[0, 1, 63, 64, 128, 8], heads=4, s_q=2, kv_dtype=kv_dtype
-    )
-    case.check(*run(implementation, case, delivery))
 
 
 @every_kernel
