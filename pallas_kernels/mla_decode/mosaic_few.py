@@ -35,6 +35,7 @@ from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
 MOST_QUERIES = 32  # of a row: what leaves room for two tiles and two sets of queries in shared memory
 _LEFT, _SCORES = 1, 2  # roles of the warpgroups; the last one has V's right half
+_ROW = 1  # price of a row in tiles
 _SLOTS = 2  # of the rings of KV tiles, queries and P
 _CHUNK = 64  # columns of a swizzled line, and the M of a WGMMA
 _BOX = 128  # columns of V in a box, which arrives by itself
@@ -173,6 +174,7 @@ class FewBlock(Block):
             self.share_smem,
             width_tokens=call.width_tokens,
             s_q=call.s_q,
+            overhead=_ROW,
         )
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.share_ready)

@@ -62,13 +62,14 @@ def owns_start(share: Share, row):
 
 def find_share(
     row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int,
-    reach: int | None = None, indptr_ref=None, capacity: int = 0,
+    reach: int | None = None, indptr_ref=None, capacity: int = 0, overhead: int = _OVERHEAD,
 ) -> None:  # fmt: skip
     """Writes the numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
 
     Run by one warpgroup; each of its warps does the same work. `row_range_refs` are the int32[batch] refs of kv_start,
     kv_end and, if given, q_start. `reach`: positions before the end of a row's queries that some of them sees, None for
     all. `indptr_ref`, `capacity`: bounds of the rows in a token stream and its length; a row has no more positions than ids.
+    `overhead`: what a row costs a group beside its tiles, in tiles, where rows are of several lengths.
     Follow with `plgpu.commit_smem` before another warpgroup reads.
     """
     ranges, ref = tuple(row_range_refs), plgpu.RefType()
@@ -90,6 +91,7 @@ def find_share(
             reach,
             *indptrs,
             capacity=capacity,
+            overhead=overhead,
         )
 
     find(ranges, indptrs, out_ref, group)
@@ -106,7 +108,18 @@ def row_end(share: Share, group, tiles):
 
 
 def _emit_find_share(
-    ranges, batch, group, groups, out, width_tokens, s_q, reach=None, indptr=None, *, capacity=0
+    ranges,
+    batch,
+    group,
+    groups,
+    out,
+    width_tokens,
+    s_q,
+    reach=None,
+    indptr=None,
+    *,
+    capacity=0,
+    overhead=_OVERHEAD,
 ):
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
@@ -179,7 +192,7 @@ def _emit_find_share(
             arith.CmpIPredicate.ule, arith.muli(even_size, const(16)), arith.muli(balanced, const(17))
         ),
     )
-    overhead = arith.select(even, even_overhead, const(_OVERHEAD))
+    overhead = arith.select(even, even_overhead, const(overhead))
     total = arith.addi(total, arith.muli(overhead, none))
     size = arith.select(even, even_size, arith.maxui(up(total, const(groups)), const(1)))
     ends = [arith.minui(arith.muli(arith.addi(group, const(i)), size), total) for i in (0, 1)]
