@@ -7,16 +7,21 @@ PAGE_SIZES = (8, 16, 32, 64, 128)  # whole pages, or whole parts of one, make a 
 
 
 def decline(s_q: int, source: ReadSource, sm_scale: float) -> None:
-    """NotImplementedError, with the reason, for queries, sources and scales that no such kernel serves."""
-    if s_q > MAX_DRAFT:
-        raise NotImplementedError(
-            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
-        )
+    """NotImplementedError, with the reason, for queries, sources and scales that no kernel of whole pages serves."""
+    decline_queries(s_q, sm_scale)
     if isinstance(source, TokenStream):
         raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
     if source.page_size not in PAGE_SIZES:
         raise NotImplementedError(
             f"page_size must be {', '.join(map(str, PAGE_SIZES[:-1]))} or {PAGE_SIZES[-1]}, got {source.page_size}"
+        )
+
+
+def decline_queries(s_q: int, sm_scale: float) -> None:
+    """The same for what no kernel serves, however its rows come."""
+    if s_q > MAX_DRAFT:
+        raise NotImplementedError(
+            f"made for decode and for drafts of at most {MAX_DRAFT} queries a row, got {s_q}"
         )
     if not sm_scale > 0:
         raise NotImplementedError(f"sm_scale must be positive, got {sm_scale}")

@@ -1,12 +1,12 @@
 """Paged MLA decode for Hopper in Pallas Mosaic GPU: persistent blocks over a schedule that they find themselves.
 
 A block owns one tile of 64 query rows (the heads of s_q queries, padded) and a share of the batch's KV tiles of 64
-positions. Four warpgroups: one translates page ids and loads pages by TMA, one computes scores and softmax and hands P and
-the rescale factors over through shared memory, two accumulate half of V's columns each. So Q K^T of a tile runs beside P V
-of the one before. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns behind V in a ring of
-three, where P takes their place. A row of the batch that lies inside one block is final; a row cut between blocks leaves
-partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes of the row's last tile. The design
-and its measurements: docs/mla_decode.md.
+positions. Four warpgroups: one translates ids and loads pages by TMA, or single rows (`mosaic_gather`), one computes scores
+and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So Q K^T
+of a tile runs beside P V of the one before. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns
+behind V in a ring of three, where P takes their place. A row of the batch that lies inside one block is final; a row cut
+between blocks leaves partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes of the row's last
+tile. The design and its measurements: docs/mla_decode.md.
 """
 
 import math
@@ -23,7 +23,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import paged_mosaic
-from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_few, mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
     lower_half,
@@ -33,7 +33,7 @@ from pallas_kernels.mla_decode.mosaic_registers import (
     upper_half,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.read_source import ReadSource, VirtualPages
+from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
 
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
 GROUP = 128  # columns of a box of V; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
@@ -90,7 +90,7 @@ def mla_decode_mosaic(
 ) -> tuple[Float[Array, "rows s_q heads v_width"], Float[Array, "rows s_q heads"]]:
     """See `pallas_kernels.mla_decode.api.mla_decode`. Raises NotImplementedError for what this kernel does not serve."""
     rows, s_q, heads, qk_width = q.shape
-    _decline(q, source, kv_dtype, row_width, v_width, sm_scale)
+    _decline(q, kv_dtype, row_width, v_width, sm_scale)
     queries = s_q * heads
     config = config or TuningConfig()
     paged_mosaic.decline_latent(s_q, heads, v_width, M, config.blocks)
@@ -103,23 +103,18 @@ def mla_decode_mosaic(
     queries_of_row = q.reshape(rows, queries, qk_width)
     if padded != queries:
         queries_of_row = jnp.pad(queries_of_row, ((0, 0), (0, padded - queries), (0, 0)))
-    call = partial(
-        _decode,
-        rows=rows,
-        s_q=s_q,
-        heads=heads,
-        v_width=v_width,
-        sm_scale=sm_scale,
-        logit_cap=logit_cap,
-        config=config,
-    )
+    numbers = dict(s_q=s_q, heads=heads, v_width=v_width, sm_scale=sm_scale, logit_cap=logit_cap)
+    if queries <= mosaic_few.MOST_QUERIES and not mosaic_gather.needed(source):
+        call = partial(mosaic_few.decode_few, blocks=config.blocks, **numbers)
+    else:
+        call = partial(_decode, rows=rows, config=config, **numbers)
     offset = jnp.asarray(block_offset, jnp.int32).reshape(1)
     out, lse = call(queries_of_row, pool, source, offset, q_start)
     return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
 
 
-def _decline(q, source, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
-    paged_mosaic.decline(q.shape[1], source, sm_scale)
+def _decline(q, kv_dtype, row_width, v_width, sm_scale) -> None:  # type: ignore[no-untyped-def]
+    paged_mosaic.decline_queries(q.shape[1], sm_scale)
     qk_width = q.shape[-1]
     if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
         raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
@@ -146,15 +141,21 @@ def _decode(
     q_smem_bytes = 2 * M * ((v_groups - kept) * GROUP + rest)
     boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
-    load_rows = min(page_size, TILE)  # of one TMA
-    loads = TILE // load_rows
+    page_rows = min(page_size, TILE)  # of one TMA
+    single = mosaic_gather.needed(source)  # rows come one by one
+    loads = 1 if single else TILE // page_rows
     log2e = math.log2(math.e)
     to_log2 = log2e if logit_cap is not None else sm_scale * log2e
     translate = isinstance(source, VirtualPages)
-    columns = source.req_to_page.shape[1] if translate else source.table.shape[1]
-    width_tokens = min(columns * page_size, 2**31 - TILE)
+    stream = isinstance(source, TokenStream)
+    columns = (
+        source.ids.shape[0] if stream else source.req_to_page.shape[1] if translate else source.table.shape[1]
+    )
+    width_tokens = 2**31 - TILE if stream else min(columns * page_size, 2**31 - TILE)
     ranges = [source.kv_start, source.kv_end] + ([] if q_start is None else [q_start])
-    ids = [source.req_to_page, source.row_ids, source.v2p] if translate else [source.table]
+    ids = mosaic_gather.id_operands(source)
+    if single:
+        pool = pool.reshape(-1, width)
 
     full = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
     across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
@@ -177,6 +178,9 @@ def _decode(
             stop = jnp.minimum(range_refs[1][b], width_tokens)
             if q_start is not None:
                 stop = jnp.minimum(stop, range_refs[2][b] + s_q)
+            if stream:
+                indptr = id_refs[1]
+                stop = jnp.minimum(stop, range_refs[0][b] + jnp.minimum(indptr[b + 1], columns) - indptr[b])
             return jnp.maximum(range_refs[0][b], 0), stop
 
         def for_segments(share, run, carry):
@@ -275,17 +279,27 @@ def _decode(
         def load():
             plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
             mosaic_schedule.find_share(
-                range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q
-            )
+                range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q,
+                indptr_ref=id_refs[1] if stream else None, capacity=columns,
+            )  # fmt: skip
             plgpu.commit_smem()
             plgpu.barrier_arrive(share_ready)
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(32 if single else 24, action="decrease")
             share = mosaic_schedule.read_share(share_smem)
 
-            def load_tile(n, sources, rows_each):
-                """Fills the boxes of tile n: `sources` are [rows_each, width] views, as many as a full tile of pages has."""
+            def free_boxes(n):
+                """(box, its columns, its barrier) for each of the tile at n, in turn, when its place is free."""
+                for g in range(v_groups):
+                    at = v_box(n, g)
+                    pl.when(n.number * v_groups + g >= boxes)(lambda at=at: plgpu.barrier_wait(v_free.at[at]))
+                    yield v_smem.at[at], pl.ds(g * GROUP, GROUP), v_ready.at[at]
+                slot = n.slot
+                pl.when(n.number >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
+                yield rest_smem.at[slot], pl.ds(v_width, rest), rest_ready.at[slot]
 
-                def fill(target, columns, ready):
+            def load_pages(n, sources, rows_each):
+                """Fills the boxes of tile n: `sources` are [rows_each, width] views, as many as a full tile of pages has."""
+                for target, columns, ready in free_boxes(n):
                     for j in range(loads):
                         if j < len(sources):
                             plgpu.copy_gmem_to_smem(
@@ -294,14 +308,11 @@ def _decode(
                         else:
                             plgpu.barrier_arrive(ready)
 
-                for g in range(v_groups):
-                    at = v_box(n, g)
-                    pl.when(n.number * v_groups + g >= boxes)(lambda at=at: plgpu.barrier_wait(v_free.at[at]))
-                    fill(v_smem.at[at], pl.ds(g * GROUP, GROUP), v_ready.at[at])
-
-                slot = n.slot
-                pl.when(n.number >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
-                fill(rest_smem.at[slot], pl.ds(v_width, rest), rest_ready.at[slot])
+            def load_rows(n, lines):
+                """The same with these rows of the pool, each by itself."""
+                for target, columns, ready in free_boxes(n):
+                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED)
+                    mosaic_gather.report(ready)
 
             def segment(b, start, stop, first_tile, tiles, n):
                 kv_first, kv_stop = visible(b)
@@ -314,21 +325,38 @@ def _decode(
                         block_of(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads)
                     )
 
-                def one(i, carry):
+                def by_pages(i, carry):
                     n, blocks = carry
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                    load_tile(n, [pool_ref.at[block, pl.ds(row, load_rows)] for block in blocks], load_rows)
+                    load_pages(n, [pool_ref.at[block, pl.ds(row, page_rows)] for block in blocks], page_rows)
                     return step(n), blocks_of(jnp.minimum(i + 1, stop - 1))
 
-                load_tile(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
-                n, _ = lax.fori_loop(start, stop, one, (step(n), blocks_of(start)))
+                if single:
+                    line = mosaic_gather.line(source, id_refs, range_refs[0], b)
+                    tokens = mosaic_gather.Tokens(
+                        source, id_refs, line, kv_first, kv_stop, offset_ref[0], num_blocks
+                    )
+
+                def positions(tile):
+                    return tokens.positions((first_tile + tile) * TILE)
+
+                def by_rows(i, carry):
+                    n, ids = carry
+                    # The next tile's are on their way while this tile is asked for.
+                    later = tokens.load_ids(positions(jnp.minimum(i + 1, stop - 1)))
+                    load_rows(n, tokens.rows(ids, positions(i)))
+                    return step(n), later
+
+                ids = tokens.load_ids(positions(start)) if single else blocks_of(start)
+                load_pages(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
+                n, _ = lax.fori_loop(start, stop, by_rows if single else by_pages, (step(n), ids))
                 return n
 
             for_segments(share, segment, origin)
 
         @pl.when(role == _SCORES)
         def scores():
-            plgpu.set_max_registers(168, action="increase")
+            plgpu.set_max_registers(160 if single else 168, action="increase")
             share = get_share()
 
             def segment(b, start, stop, first_tile, tiles, n):
@@ -351,14 +379,19 @@ def _decode(
                 for _ in range(2):  # for the two warpgroups that have no use for q
                     plgpu.barrier_arrive(rest_free.at[n.slot])
 
+                def arrived(ready):
+                    plgpu.barrier_wait(ready)
+                    if single:
+                        mosaic_gather.order_reads()
+
                 def scores_of(n):
                     def product(s_ref):
                         for g in range(v_groups):
                             at = v_box(n, g)
-                            plgpu.barrier_wait(v_ready.at[at])
+                            arrived(v_ready.at[at])
                             queries_ = q_kept[g] if g < kept else q_v_smem.at[g - kept]
                             plgpu.wgmma(s_ref, queries_, v_smem.at[at].transpose((1, 0)))
-                        plgpu.barrier_wait(rest_ready.at[n.slot])
+                        arrived(rest_ready.at[n.slot])
                         plgpu.wgmma(s_ref, q_rest_smem, rest_smem.at[n.slot].transpose((1, 0)))
                         return s_ref[...]
 

@@ -14,6 +14,8 @@ def source(delivery, rows, page_size):
     bounds = int32((rows,)), int32((rows,))
     if delivery == "table":
         return PageTable(int32((rows, 128)), *bounds, page_size=page_size)
+    if delivery == "stream":
+        return TokenStream(int32((1 << 20,)), int32((rows + 1,)), *bounds, page_size=page_size)
     ids = int32((rows + 3, 128)), int32((rows,)), int32((10_001,))
     return VirtualPages(*ids, *bounds, page_size=page_size, blocks_per_page=27)
 
@@ -46,10 +48,13 @@ def compile_mla(rows, heads, delivery, page_size, s_q, pool_blocks, row_bytes, *
     )
 
 
-# Changes to good arguments of any Mosaic MLA decode kernel, and what it says of them.
-MLA_DECLINES = [
+# Changes to good arguments of a Mosaic kernel that reads whole pages, and what it says of them.
+PAGE_DECLINES = [
     ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
     ({"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)}, "no token stream"),
+]
+# The same for any Mosaic MLA decode kernel.
+MLA_DECLINES = [
     ({"q": shape((2, 9, 16, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
     ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
     ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),

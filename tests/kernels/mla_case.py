@@ -140,11 +140,10 @@ def must_serve(implementation: str, case: Case, delivery: str) -> bool:
     """May the implementation not decline this problem on an H200? (Others it may, with a reason.)"""
     if implementation == "mosaic":
         row = case.options["kv_dtype"], case.options["row_width"]
+        by_pages = delivery != "stream" and case.page_size in (8, 16, 32, 64, 128)
         return (
-            delivery != "stream"
-            and case.q.dtype == jnp.bfloat16
-            and row in ((jnp.bfloat16, 576), (jnp.float8_e4m3fn, 640))
-            and case.page_size in (8, 16, 32, 64, 128)
+            case.q.dtype == jnp.bfloat16
+            and (row == (jnp.bfloat16, 576) or (row == (jnp.float8_e4m3fn, 640) and by_pages))
             and case.q.shape[1] <= 8
         )
     if implementation == "triton":
