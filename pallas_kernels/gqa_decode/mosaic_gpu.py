@@ -148,6 +148,9 @@ def gqa_decode_mosaic(
         grouped = jnp.pad(grouped, ((0, 0), (0, padded - queries), (0, 0)))
     sets = grouped.shape[0] // rows  # of queries, a row
     box = min(M, padded)
+    # A part of the columns is contiguous in shared memory within 8 lines.
+    q_rows = box if pack == 1 else 8
+    q_loads = box // q_rows
     sink_rows = []
     if sinks is not None:
         line = np.arange(q_tiles * M)
@@ -305,13 +308,14 @@ def gqa_decode_mosaic(
                     @pl.when(i == start)
                     def queries_of_row():  # after the first tile, which need not wait for the row before
                         pl.when(segments > 0)(lambda: plgpu.barrier_wait(q_free.at[worker]))
-                        for j in range(pack):
+                        for i in range(pack * q_loads):
+                            j, line = i // q_loads, i % q_loads * q_rows
                             plgpu.copy_gmem_to_smem(
                                 q_ref.at[
                                     b * sets + lax.div((kv_head + j) * sets, num_kv_heads),
-                                    pl.ds(q_tile * M, box),
+                                    pl.ds(q_tile * M + line, q_rows),
                                 ],
-                                q_smem.at[worker, pl.ds(j * box, box), pl.ds(j * head_dim, head_dim)],
+                                q_smem.at[worker, pl.ds(i * q_rows, q_rows), pl.ds(j * head_dim, head_dim)],
                                 q_ready.at[worker],
                             )
 
@@ -521,7 +525,7 @@ def gqa_decode_mosaic(
             plgpu.SMEM((places, TILE, v_width), jnp.bfloat16, transforms=v_tiled),
             plgpu.SMEM((plan.workers, 8), jnp.int32),
             barrier(num_barriers=plan.workers),
-            barrier(num_arrivals=pack, num_barriers=plan.workers),
+            barrier(num_arrivals=pack * q_loads, num_barriers=plan.workers),
             barrier(num_arrivals=plan.parts, num_barriers=plan.workers),
             barrier(num_arrivals=loads, num_barriers=places),
             barrier(num_arrivals=plan.parts, num_barriers=places),

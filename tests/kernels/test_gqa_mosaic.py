@@ -57,6 +57,7 @@ def compiled(
         ),
         ((40, 16, 16, 96), {"page_size": 8}),
         ((5, 8, 2, 192, 128), {"s_q": 3}),
+        ((6, 12, 4, 32), {"s_q": 3, "window": 70, "sinks": True}),
         ((6, 8, 2, 96, 256), {}),
         ((20, 32, 4, 128), {"extent": 1024, "window": 512, "s_q": 2}),
     ],
@@ -67,7 +68,8 @@ def test_fits_the_gpu(sizes, options):
     program = compiled(*sizes, **options)
     rows, heads, kv_heads, head_dim = sizes[:4]
     v_width, s_q = sizes[-1], options.get("s_q", 1)
-    parts = 2 * (264 // kv_heads) * s_q * heads * 4 * (v_width + 1)
+    abreast = max(1, 128 // max(head_dim, v_width))  # KV heads of a worker at most
+    parts = 2 * (264 * abreast // kv_heads) * s_q * heads * 4 * (v_width + 1)
     queries = rows * kv_heads * -(-s_q * heads // kv_heads // 8) * 8 * head_dim * 2
     results = 0 if s_q == 1 else rows * s_q * heads * (2 * v_width + 4)
     bias = rows * s_q * heads * options.get("extent", 0) * (4 + 4)  # in f32, by KV head
