@@ -4,8 +4,9 @@ The schedule and the merge are those of `mosaic_gpu`. What differs: heads are co
 64 padded rows. S^T = K Q^T and O^T = V^T P^T take K and V^T straight from the tile in shared memory, so that a tile needs
 half of the tensor cores' time and leaves its place early enough for a block that fell behind to catch up.
 
-Four warpgroups: one loads pages by TMA, one computes scores and softmax and hands P^T and the factors of rescaling over
-through shared memory, two accumulate half of V's columns each. docs/mla_decode.md derives the numbers.
+Four warpgroups: one loads pages by TMA, or single rows (`mosaic_gather`), one computes scores and softmax and hands P^T and
+the factors of rescaling over through shared memory, two accumulate half of V's columns each. docs/mla_decode.md derives the
+numbers.
 """
 
 import math
@@ -17,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_fp8_block import (
     ACC,
     COLUMNS,
@@ -32,6 +33,7 @@ from pallas_kernels.mla_decode.mosaic_fp8_block import (
 from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
 from pallas_kernels.mla_decode.mosaic_registers import lower_half, sync_warpgroup, upper_half
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
+from pallas_kernels.read_source import TokenStream
 
 MOST_QUERIES = 32  # of a row: what leaves room for two tiles and two sets of queries in shared memory
 _LEFT, _SCORES = 1, 2  # roles of the warpgroups; the last one has V's right half
@@ -90,6 +92,23 @@ class FewCall(Call):
         return self.q.shape[2]
 
     @property
+    def single(self) -> bool:
+        """Whether rows come one by one."""
+        return mosaic_gather.needed(self.source)
+
+    @property
+    def loads(self) -> int:
+        return 1 if self.single else super().loads
+
+    @property
+    def ids(self) -> list:
+        return mosaic_gather.id_operands(self.source)
+
+    @property
+    def width_tokens(self) -> int:
+        return 2**31 - TILE if isinstance(self.source, TokenStream) else super().width_tokens
+
+    @property
     def v_boxes(self) -> int:
         """Boxes of `_BOX` columns of V in which a tile arrives; one more has the columns behind V."""
         return self.v_width // _BOX
@@ -142,9 +161,8 @@ class FewCall(Call):
                 approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
             ),
         )
-        out, lse, part, part_lse, leads = launch(
-            self.q, self.pool, self.block_offset, *self.ranges, *self.ids
-        )
+        pool = self.pool.reshape(-1, width) if self.single else self.pool
+        out, lse, part, part_lse, leads = launch(self.q, pool, self.block_offset, *self.ranges, *self.ids)
         return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)
 
 
@@ -154,6 +172,13 @@ class FewBlock(Block):
 
     call: FewCall
 
+    def visible(self, b):
+        first, stop = super().visible(b)
+        if isinstance(self.call.source, TokenStream):
+            ids, indptr = self.ids
+            stop = jnp.minimum(stop, self.ranges[0][b] + jnp.minimum(indptr[b + 1], ids.shape[0]) - indptr[b])
+        return first, stop
+
     def boxes(self, slot, rest_smem):
         """(box of the tile in `slot`, its first column, columns, its barrier), for each box."""
         boxes, width = self.call.v_boxes, self.call.width - self.call.v_width
@@ -162,9 +187,12 @@ class FewBlock(Block):
         yield rest_smem.at[slot], boxes * _BOX, width, self.kv_ready.at[slot * (boxes + 1) + boxes]
 
     def load_tiles(self, rest_smem, q_smem, q_ready, q_free) -> None:
-        """The warpgroup that finds the share and loads queries and tiles by TMA."""
+        """The warpgroup that finds the share and loads queries and tiles."""
         call, page_size = self.call, self.call.source.page_size
         load_rows = TILE // call.loads
+        stream = {}
+        if isinstance(call.source, TokenStream):
+            stream = {"indptr_ref": self.ids[1], "capacity": self.ids[0].shape[0]}
         plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
         mosaic_schedule.find_share(
             self.ranges,
@@ -175,10 +203,11 @@ class FewBlock(Block):
             width_tokens=call.width_tokens,
             s_q=call.s_q,
             overhead=_ROW,
+            **stream,
         )
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.share_ready)
-        plgpu.set_max_registers(32, action="decrease")
+        plgpu.set_max_registers(40, action="decrease")
 
         def segment(b, start, stop, first_tile, tiles, carry):
             n, k = carry
@@ -196,12 +225,15 @@ class FewBlock(Block):
                     for j in range(call.loads)
                 )
 
-            def one(i, carry):
-                n, blocks = carry
-                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+            def free_boxes(n):
                 slot = lax.rem(n, _SLOTS)
                 pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
-                for box, first, width, ready in self.boxes(slot, rest_smem):
+                yield from self.boxes(slot, rest_smem)
+
+            def by_pages(i, carry):
+                n, blocks = carry
+                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                for box, first, width, ready in free_boxes(n):
                     for j, block in enumerate(blocks):
                         plgpu.copy_gmem_to_smem(
                             self.pool.at[block, pl.ds(row, load_rows), pl.ds(first, width)],
@@ -210,7 +242,27 @@ class FewBlock(Block):
                         )
                 return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
 
-            n, _ = lax.fori_loop(start, stop, one, (n, blocks_of(start)))
+            if call.single:
+                line = mosaic_gather.line(call.source, self.ids, self.ranges[0], b)
+                tokens = mosaic_gather.Tokens(
+                    call.source, self.ids, line, kv_first, kv_stop, self.offset[0], call.pool.shape[0]
+                )
+
+            def positions(tile):
+                return tokens.positions((first_tile + tile) * TILE)
+
+            def by_rows(i, carry):
+                n, ids = carry
+                # The next tile's are on their way while this tile is asked for.
+                later = tokens.load_ids(positions(jnp.minimum(i + 1, stop - 1)))
+                rows = tokens.rows(ids, positions(i))
+                for box, first, _, ready in free_boxes(n):
+                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED)
+                    mosaic_gather.report(ready)
+                return n + 1, later
+
+            ids = tokens.load_ids(positions(start)) if call.single else blocks_of(start)
+            n, _ = lax.fori_loop(start, stop, by_rows if call.single else by_pages, (n, ids))
             return n, k + 1
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, (jnp.int32(0), jnp.int32(0)))
@@ -237,7 +289,7 @@ def _kernel(
 
     @pl.when(role == _SCORES)
     def scores():
-        plgpu.set_max_registers(208, action="increase")
+        plgpu.set_max_registers(200, action="increase")
         share = block.get_share()
 
         def segment(b, start, stop, first_tile, tiles, carry):
@@ -255,6 +307,8 @@ def _kernel(
                 def product(s_ref):
                     for box, first, width, ready in block.boxes(slot, rest_smem):
                         plgpu.barrier_wait(ready)
+                        if call.single:
+                            mosaic_gather.order_reads()
                         plgpu.wgmma(s_ref, box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0)))
                     return s_ref[...]
 

@@ -104,7 +104,7 @@ def mla_decode_mosaic(
     if padded != queries:
         queries_of_row = jnp.pad(queries_of_row, ((0, 0), (0, padded - queries), (0, 0)))
     numbers = dict(s_q=s_q, heads=heads, v_width=v_width, sm_scale=sm_scale, logit_cap=logit_cap)
-    if queries <= mosaic_few.MOST_QUERIES and not mosaic_gather.needed(source):
+    if queries <= mosaic_few.MOST_QUERIES:
         call = partial(mosaic_few.decode_few, blocks=config.blocks, **numbers)
     else:
         call = partial(_decode, rows=rows, config=config, **numbers)
