@@ -46,7 +46,7 @@ def test_fits_the_gpu(rows, heads, options):
 
 @pytest.mark.deviceless
 @requires_plugin
-@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize("heads", [64, 128])
 def test_products_run_side_by_side(heads, tmp_path, monkeypatch):
     """For want of registers, or in a branch that it takes for divergent, ptxas waits after each WGMMA: a third slower."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))

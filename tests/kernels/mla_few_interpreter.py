@@ -1,0 +1,67 @@
+"""Runs the MLA decode kernel for few query lines in Pallas' GPU interpreter, with race detection.
+
+`python -m tests.kernels.mla_few_interpreter`; see mla_interpreter.py.
+"""
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mla_decode import mosaic_few, mosaic_fp8_block, mosaic_schedule
+from tests.kernels import mla_interpreter
+from tests.kernels.mla_case import make_case
+
+
+def add_products(accumulators, lefts, right):
+    def product(left):
+        def scoped(ref):
+            plgpu.wgmma(ref, left.transpose((1, 0)), right.transpose((1, 0)))
+            return ref[...]
+
+        return pl.run_scoped(scoped, plgpu.ACC((64, right.shape[0]), jnp.float32))
+
+    return [acc + product(left) for acc, left in zip(accumulators, lefts, strict=True)]
+
+
+def zero_rows(tile_ref, first, stop, _):
+    row = jnp.arange(64)[:, None]
+    tile_ref[...] = jnp.where((row >= first) & (row < stop), tile_ref[...], jnp.bfloat16(0))
+
+
+def any_above(scores, limits):
+    return jnp.any(scores > limits).astype(jnp.int32)
+
+
+def reduce_columns(scores, _, largest):
+    return scores.max(axis=0) if largest else scores.sum(axis=0)
+
+
+def main() -> None:
+    mla_interpreter.substitute(mosaic_few, add_products)
+    mla_interpreter.substitute(mosaic_fp8_block, None)
+    # Right for any price of a row.
+    mosaic_schedule.find_share = lambda *args, overhead, **options: mla_interpreter.find_share(
+        *args, **options
+    )
+    mosaic_few.zero_rows, mosaic_few.any_above = zero_rows, any_above
+    mosaic_few.reduce_columns = reduce_columns
+    mosaic_few.store_vector = lambda ref, vector, first, count: mla_interpreter.store_rows(
+        ref, vector, first, count
+    )
+    # Rows cut between three blocks, windows, an empty row, drafts of three queries, ids translated in the kernel.
+    mla_interpreter.check(
+        make_case([77, 0, 130, 64, 300], heads=8, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129]),
+        "virtual",
+        blocks=3,
+    )
+    # Lines that are padded; a row whole in one block and a row cut.
+    mla_interpreter.check(make_case([40, 700], heads=3), "table", blocks=2)
+    # Single rows.
+    mla_interpreter.check(
+        make_case([77, 0, 140], heads=8, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2
+    )
+    print("right, no races")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""The Mosaic MLA decode kernel for few query lines, without a GPU: in the interpreter, and compiled for an H200.
+
+What it computes on a GPU is in test_mla_decode.py; what it shares with the kernel for more lines in test_mla_mosaic.py.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.deviceless import requires_plugin
+from tests.kernels.abstract import compile_mla
+
+
+def test_kernel_in_the_interpreter():
+    """In a process of its own, as in test_mla_interpreter.py."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.mla_few_interpreter"],
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "no races" in done.stdout
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize(
+    "heads, options",
+    [
+        (32, {}),
+        (16, {"delivery": "virtual", "page_size": 16}),
+        (3, {"page_size": 8, "v_width": 256}),
+        (4, {"s_q": 8, "page_size": 128, "logit_cap": 30.0}),
+    ],
+    ids=["32", "16, virtual ids", "3, half as wide, pages of 8", "drafts of 8"],
+)
+def test_compiles_without_spills_or_serialization(heads, options, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    options = {"delivery": "table", "page_size": 64, "s_q": 1, "v_width": 512, "logit_cap": None} | options
+    width = options["v_width"] + 64
+    program = compile_mla(
+        64, heads, pool_blocks=1000, row_bytes=2 * width, kv_dtype="bfloat16", row_width=width, sm_scale=0.1, **options
+    )  # fmt: skip
+    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    assert len(reports) == sum(thunk.kind == "kCustomCall" for thunk in program.launches) == 2
+    for report in reports:
+        assert " 0 bytes spill stores" in report
+        assert "serialized" not in report
