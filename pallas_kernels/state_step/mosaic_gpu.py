@@ -83,7 +83,7 @@ def delta_step(
     layout, whole = tile_layout(lanes, SUM_VECTOR), vector_layout(depth)
     along_rows, along_columns = layout.reduce(1), layout.reduce(0)
 
-    def delta_step(refs: dict[str, Any], vectors: Any) -> None:
+    def delta_step(refs: dict[str, Any], vectors: Any, raw: Any, raw_f: Any = None) -> None:
         row, head, part = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("part") * columns
         slot, out = refs["slots"][row], refs["out"].at[row, head, pl.ds(part, columns)]
         key_head = lax.div(head, heads // key_heads)
@@ -99,36 +99,50 @@ def delta_step(
         @pl.when(inside)
         def live() -> None:
             stored = refs["pool"].at[_block(refs, blocks, slot, head), :, pl.ds(part, columns)]
+            q, k, v = _load_raw(q_ref, whole), _load_raw(k_ref, whole), _load_raw(v_ref, along_columns)
+            a_log, b, f_ref = refs["a_log"][head], refs["b"][row, head], refs["f"].at[row, head]
+            f = _load_raw(f_ref, whole) if by_channel else f_ref[0]
             state = _load(stored, layout)
-            rate = -jnp.exp(refs["a_log"][head])
+            # Left alone, the compiler puts the state's loads behind all arithmetic that needs none of it. What that
+            # arithmetic starts from therefore goes through shared memory, behind a barrier, which no load crosses.
+            raw.at[0][...], raw.at[1][...] = q, k
             if by_channel:
-                f = _load(refs["f"].at[row, head], whole) + _load(refs["dt_bias"].at[head], whole)
-                vectors.at[2][...] = jnp.exp(rate * _softplus(f))
+                raw_f[...] = f
+                f = _load(raw_f, whole) + _load(refs["dt_bias"].at[head], whole)
             else:
-                f = refs["f"][row, head, 0].astype(jnp.float32) + refs["dt_bias"][head, 0]
+                f = f.astype(jnp.float32) + refs["dt_bias"][head, 0]
+            decay = jnp.exp(-jnp.exp(a_log) * _softplus(f))
             q, k = (
                 x * lax.rsqrt(jnp.sum(x * x, axis=0) + UNIT_EPS)
-                for x in (_load(q_ref, whole), _load(k_ref, whole))
+                for x in (_load(raw.at[0], whole), _load(raw.at[1], whole))
             )
             q = q * depth**-0.5
-            vectors.at[0][...], vectors.at[1][...] = q, k
             kq = jnp.sum(k * q, axis=0)
+            vectors.at[0][...], vectors.at[1][...] = q, k
+            if by_channel:
+                vectors.at[2][...] = decay
 
             # Each vector is loaded where it is used: few registers, so that four blocks share an SM.
             def vector(i: int) -> jax.Array:
                 return spread(_load(vectors.at[i], along_rows), 0)
 
-            state = state * (vector(2) if by_channel else jnp.exp(rate * _softplus(f)))
+            state = state * (vector(2) if by_channel else decay)
             recalled = jnp.sum(state * vector(1), axis=0)
-            beta = 1 / (1 + jnp.exp(-refs["b"][row, head].astype(jnp.float32)))
-            delta = (_load(v_ref, along_columns) - recalled) * beta
             read = jnp.sum(state * vector(0), axis=0)
+            beta = 1 / (1 + jnp.exp(-b.astype(jnp.float32)))
+            delta = (v.astype(jnp.float32) - recalled) * beta
             state = state + vector(1) * spread(delta, 1)
             stored[...] = state.astype(stored.dtype)
             out[...] = read + delta * kq
 
         pl.when(jnp.logical_not(inside))(lambda: _store_zeros(out, along_columns))
 
+    scratch = dict(
+        vectors=plgpu.SMEM((3 if by_channel else 2, depth), jnp.float32),
+        raw=plgpu.SMEM((2, depth), qkv.dtype),
+    )
+    if by_channel:
+        scratch["raw_f"] = plgpu.SMEM((depth,), f.dtype)
     return _launch(
         delta_step,
         buffer,
@@ -138,7 +152,7 @@ def delta_step(
         inputs=dict(qkv=qkv, f=f, b=b, a_log=a_log, dt_bias=dt_bias),
         out=jax.ShapeDtypeStruct((rows, heads, width), jnp.float32),
         grid=dict(row=rows, head=heads, part=width // columns),
-        scratch=dict(vectors=plgpu.SMEM((3 if by_channel else 2, depth), jnp.float32)),
+        scratch=scratch,
     )
 
 
@@ -182,12 +196,14 @@ def ssm_step(
         def live() -> None:
             stored = refs["pool"].at[_block(refs, blocks, slot, head), part, :]
             state = _load(stored, layout)
+            b = _load(refs["b"].at[row, group], along_columns)
+            c = _load(
+                refs["c"].at[row, group], along_columns
+            )  # here, for no load comes before an earlier store
             dt = refs["dt"][row, head]
             x = _load(refs["x"].at[row, head, part], along_rows) * dt
-            b = _load(refs["b"].at[row, group], along_columns)
             state = state * jnp.exp(dt * refs["a"][head]) + spread(x, 0) * spread(b, 1)
             stored[...] = state.astype(stored.dtype)
-            c = _load(refs["c"].at[row, group], along_columns)
             out[...] = jnp.sum(state * spread(c, 1), axis=1)
 
         pl.when(jnp.logical_not(inside))(lambda: _store_zeros(out, along_rows))
@@ -232,12 +248,15 @@ def conv_step(
         def live() -> None:
             stored = [refs["pool"].at[_block(refs, blocks, slot, j), part] for j in range(kernel - 1)]
             window = [_load(ref, layout) for ref in [*stored, refs["x"].at[row, part]]]
-            for ref, value in zip(stored, window[1:]):
-                ref[...] = value.astype(ref.dtype)
             taps = [_load(refs["taps"].at[i, part], layout) for i in range(kernel)]
+            added = None if bias is None else _load(refs["bias"].at[part], layout)
+            for ref, value in zip(
+                stored, window[1:]
+            ):  # after all loads, for none comes before an earlier store
+                ref[...] = value.astype(ref.dtype)
             y = _sum([value * tap for value, tap in zip(window, taps)])
-            if bias is not None:
-                y = y + _load(refs["bias"].at[part], layout)
+            if added is not None:
+                y = y + added
             y = window[-1] + y if residual else y / (1 + jnp.exp(-y))
             out[...] = y.astype(x.dtype)
 
@@ -298,9 +317,13 @@ def _block(refs: dict[str, Any], blocks: StateBlocks, slot: jax.Array, piece: ja
     return slot * blocks.slot_stride + (refs["first"][0] + piece * blocks.piece_stride)
 
 
+def _load_raw(ref: Any, layout: plgpu.Layout) -> jax.Array:
+    """From global memory no load is "optimized" in Mosaic's sense, which is about shared-memory banks."""
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
 def _load(ref: Any, layout: plgpu.Layout) -> jax.Array:
-    """In float32. From global memory no load is "optimized" in Mosaic's sense, which is about shared-memory banks."""
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    return _load_raw(ref, layout).astype(jnp.float32)
 
 
 def _store_zeros(ref: Any, layout: plgpu.Layout) -> None:
