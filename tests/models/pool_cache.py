@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ukv_jax import pool, requests
+from ukv_jax import pool, requests, verify
 from ukv_jax.attention import PoolStep, begin_step, pool_specs
 from ukv_jax.cache import CacheSpec
 from ukv_jax.layout import PoolLayout, StateSpec, StaticLayout, UnifiedLayout
@@ -98,6 +98,7 @@ def make_pool_cache(
     reserve = jax.jit(partial(requests.reserve, pages_per_row=pages), donate_argnums=0)
     state, got = reserve(state, lanes, jnp.full(rows, max_len, jnp.int32))
     assert bool(got.granted.all())
+    verify.check(state)
     return PoolCache(state, None, delivery)
 
 
@@ -125,7 +126,7 @@ def scatter_free_pages(state: PoolState, seed: int) -> PoolState:
         ids = np.asarray(p.free_ids).copy()
         ids[:count] = rng.permutation(ids[:count])
         p = replace(p, free_ids=jnp.asarray(ids))
-        last = i == len(state.layout.subpools) - 1
+        last = 0 < i == len(state.layout.subpools) - 1  # the only one grows up
         if spec.base is None and not spec.is_state and (i == 0 or last):
             size = state.layout.max_requests * state.layout.max_pages // 2
             low, high = (int(p.high) - size, int(p.high)) if last else (int(p.low), int(p.low) + size)
