@@ -114,7 +114,8 @@ def main() -> None:
         {"kv_dtype": "float8_e4m3fn", "bias_extent": 20, "s_q": 2, "page_size": 1},
     ):
         case = make_case([0, 77, 130, 64, 300], dtype="bfloat16", **options)
-        results = [case.run("triton", delivery) for delivery in DELIVERIES]
+        with jax.disable_jit():
+            results = [case.run("triton", delivery) for delivery in DELIVERIES]
         case.check(*results[0], tolerance=8e-3)  # this interpreter cuts bits off where a GPU rounds
         for result in results[1:]:
             for one, other in zip(result, results[0], strict=True):
