@@ -52,6 +52,14 @@ def copy_rows(ref, rows, target, column, transforms):
     target[...] = ref[:, pl.ds(column, target.shape[1])][rows[::8]]
 
 
+def round_pairs(values):
+    return values.astype(jnp.bfloat16)
+
+
+def widen(values):
+    return values.astype(jnp.float32)
+
+
 def find_share(
     row_range_refs, batch, group, groups, out_ref, *,
     width_tokens, s_q, reach=None, indptr_ref=None, capacity=0,
@@ -87,6 +95,7 @@ def substitute(kernel, add_products) -> None:
     kernel.add_products = add_products
     kernel.rescale = lambda accumulators, factors: [acc * factors[:, None] for acc in accumulators]
     kernel.upper_half, kernel.lower_half = upper_half, lower_half
+    kernel.round_pairs, kernel.widen = round_pairs, widen
     kernel.sync_warpgroup = lambda: None  # a warpgroup is one thread here
     mosaic_schedule.find_share = find_share
     mosaic_gather.copy_rows, mosaic_gather.report = copy_rows, plgpu.barrier_arrive
@@ -135,8 +144,8 @@ def main() -> None:
     )
     # A number of queries that TMA can't store; a row whole in one block and a row cut.
     check(make_case([40, 150], heads=35), "table", blocks=2)
-    # Single rows: rows cut between blocks, windows, an empty row.
-    check(make_case([77, 0, 140, 300], heads=16, page_size=1, kv_start=[3, 0, 65, 129]), "stream", blocks=3)
+    # Single rows.
+    check(make_case([77, 0, 140], heads=40, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2)
     print("right, no races")
 
 
