@@ -28,9 +28,11 @@ from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
     lower_half,
     rescale,
+    round_pairs,
     store_rows,
     sync_warpgroup,
     upper_half,
+    widen,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
@@ -398,7 +400,7 @@ def _decode(
                     return pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
 
                 def one(i, carry):
-                    peak, total, weight, n = carry
+                    peak, total, n = carry
                     position = (first_tile + i) * TILE
                     s = scores_of(n)
                     if logit_cap is not None:
@@ -417,25 +419,22 @@ def _decode(
                     tile_peak = s.max(axis=1)
                     new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
                     decay = jnp.exp2((peak - new_peak) * to_log2)
-                    p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                    rounded = p.astype(jnp.bfloat16)
-                    rest_smem[n.slot] = rounded  # those columns of K are no longer needed
+                    p = round_pairs(jnp.exp2(s * to_log2 - across(new_peak * to_log2, s)))
+                    rest_smem[n.slot] = p  # those columns of K are no longer needed
                     factor_smem[n.slot] = decay
                     plgpu.commit_smem()
                     plgpu.barrier_arrive(p_ready.at[n.slot])
                     # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
                     # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
-                    weight = weight * decay + rounded.astype(jnp.float32).sum(axis=1)
-                    return new_peak, total * decay + p.sum(axis=1), weight, step(n)
+                    return new_peak, total * decay + widen(p).sum(axis=1), step(n)
 
-                zero = full((M,), 0, _ROWS)
-                peak, total, weight, n = lax.fori_loop(
-                    start, stop, one, (full((M,), _MASKED, _ROWS), zero, zero, step(n))
+                peak, total, n = lax.fori_loop(
+                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), step(n))
                 )
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
                 plgpu.barrier_wait(end_free)
-                inverse_smem[...] = jnp.where(seen, 1 / jnp.where(seen, weight, 1), 0)
+                inverse_smem[...] = jnp.where(seen, 1 / safe, 0)
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(end_ready)
                 whole, slot = destination(start, stop, tiles)
@@ -484,7 +483,7 @@ def _decode(
                         lse_ref[line_of_out] = jnp.float32(jnp.inf)
 
             for_empty_rows(share, empty)
-            plgpu.barrier_arrive(end_free)  # the place of 1 / weight is free
+            plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
             def send(values, n, ref, row):
                 """Stores the live rows of values [M, GROUP] by way of the boxes of tile n, which must be free."""

@@ -130,6 +130,32 @@ def _emit_store_rows(ref, values, first_row, rows, column, skipped):
             scf.yield_([])
 
 
+def round_pairs(values):
+    """f32 [64, n] in the WGMMA layout rounded to bf16, two at a time: conversions of single values are slow."""
+    return _halves(values, _emit_round)
+
+
+def widen(values):
+    """bf16 [64, n] in the WGMMA layout as f32, by bits."""
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(values.shape, jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def convert(_, values):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        registers = np.empty(values.registers.shape, dtype=object)
+        for index, register in np.ndenumerate(values.registers):
+            word = mgpu.utils.bitcast(register, i32)
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+            halves = arith.shli(word, _constant(16)), arith.andi(word, _constant(-65536))
+            for i, half in enumerate(halves):
+                pair = llvm.insertelement(pair, llvm.bitcast(f32, half), _constant(i))
+            registers[index] = pair
+        return FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
+
+    return convert(values)
+
+
 def upper_half(values):
     """f32 [64, n] cut to bf16 (towards zero), in the WGMMA layout."""
     return _halves(values, _emit_upper)
@@ -165,6 +191,11 @@ def _emit_upper(first, second):
     i32 = ir.IntegerType.get_signless(32)
     words = [arith.bitcast(i32, x) for x in (first, second)]
     return llvm.inline_asm(i32, words, "prmt.b32 $0, $1, $2, 0x7632;", "=r,r,r")
+
+
+def _emit_round(first, second):
+    i32 = ir.IntegerType.get_signless(32)
+    return llvm.inline_asm(i32, [second, first], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
 
 
 def _emit_lower(first, second):
