@@ -267,15 +267,6 @@ class FewBlock(Block):
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, (jnp.int32(0), jnp.int32(0)))
 
-    def mask(self, s, position, kv_first, kv_stop, q_position):
-        """Scores [TILE, columns] of the tile at `position`, -inf where a query does not see the token."""
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + position
-        keep = (token >= kv_first) & (token < kv_stop)
-        if self.call.s_q > 1:
-            query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC)
-            keep &= token <= q_position + lax.div(query, self.call.heads)
-        return jnp.where(keep, s, -jnp.inf)
-
 
 def _kernel(
     block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, p_free, end_ready, end_free
