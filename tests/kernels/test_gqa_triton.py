@@ -53,7 +53,7 @@ def artifacts(tmp_path, monkeypatch):
     "target, heads, kv_heads, width, s_q",
     [
         ("h200", 8, 4, 256, 1),
-        ("h200", 64, 8, 64, 64),
+        ("h200", 64, 8, 64, 8),
         ("a100", 8, 1, 512, 1),
         ("rtx4090", 8, 1, 512, 1),
         *((target, 32, 8, 128, 1) for target in TARGETS),
