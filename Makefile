@@ -4,6 +4,8 @@
 PYTHON_BIN := .venv/bin/python
 # A worker takes whole files: what a file compiles once stays in one process.
 PYTEST := $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+# Where hardly two tests have a program in common, a worker that is done takes from the other.
+PYTEST_SINGLY := $(PYTHON_BIN) -m pytest -n 2 --dist worksteal
 # The tests' programs are large and their inputs tiny: nearly all time goes to compiling. LLVM at level 0 and XLA's
 # emitters that do without MLIR take a fifth of the CPU time for a decode loop (7.6 s instead of 36 s). They do not round
 # two programs alike where their memory is laid out differently, so tests marked `exact` run with XLA's own emitters.
@@ -39,7 +41,7 @@ test: venv
 
 # What takes minutes, compiled as a user's programs are; and the pool's state machine at length.
 slow: venv
-	$(PYTEST) -m "slow and not gpu and not deviceless"
+	$(PYTEST_SINGLY) -m "slow and not gpu and not deviceless"
 	$(FAST_COMPILE) UKV_MACHINE_EXAMPLES=60 $(PYTHON_BIN) -m pytest -n 2 tests/pool/test_state_machine.py
 
 lint: venv
@@ -55,7 +57,7 @@ types: venv
 
 deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins
-	$(DEVICELESS) $(PYTHON_BIN) -m pytest -n 2 --dist worksteal -m deviceless
+	$(DEVICELESS) $(PYTEST_SINGLY) -m deviceless
 
 random-goldens: venv
 	@tools/random_goldens.sh
