@@ -1,6 +1,10 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
 .PHONY: help venv demo test slow gpu lint types deviceless random-goldens notebook newest format
 
+# Dozens of processes import jax. Each would compile its modules anew where the environment forbids to keep them.
+export PYTHONDONTWRITEBYTECODE :=
+export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
+
 PYTHON_BIN := .venv/bin/python
 # A worker takes whole files: what a file compiles once stays in one process.
 PYTEST := $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
