@@ -163,7 +163,11 @@ class FewCall(Call):
         )
         pool = self.pool.reshape(-1, width) if self.single else self.pool
         out, lse, part, part_lse, leads = launch(self.q, pool, self.block_offset, *self.ranges, *self.ids)
-        return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)
+        # 16 parts a row or fewer: less code, which is what a kernel this short waits for.
+        unroll = 2 if groups // self.rows <= 16 else 8
+        return mosaic_merge.merge(
+            out, lse, part, part_lse, leads, queries=queries, groups=groups, unroll=unroll
+        )
 
 
 @dataclass(frozen=True)

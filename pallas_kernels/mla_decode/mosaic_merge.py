@@ -22,12 +22,13 @@ def merge(
     *,
     queries: int,
     groups: int,
+    unroll: int = 8,
 ) -> tuple[Array, Array]:
     """Returns out and lse with the cut rows written; the others stay as they are.
 
     A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
     slots first + 1 to last, `queries` lines each, in f32 or as two bf16 arrays to add. `part_lse` is in base 2, -inf for a
-    line that saw nothing.
+    line that saw nothing. `unroll`: parts that a warpgroup loads together where few rows are cut into many parts.
     """
     v_width = part.shape[-1]
     if groups == 1:
@@ -44,7 +45,7 @@ def merge(
     # A batch of few rows can be cut into many parts a row: there the warpgroups of a block share a line, many parts in
     # flight each. In a larger batch most cut rows have two parts, and a warpgroup alone takes some lines at once.
     shared = out.shape[0] // queries <= _FEW_ROWS
-    threads, lines, unroll = (4, 1, 8) if shared else (1, _LINES, 2)
+    threads, lines, unroll = (4, 1, unroll) if shared else (1, _LINES, 2)
     splat = lambda value: plgpu.layout_cast(jnp.full((width,), value, jnp.float32), layout)
 
     def kernel(part_ref, part_lse_ref, lead_ref, out_ref, lse_ref, acc_smem, stat_smem, ready):
@@ -109,7 +110,8 @@ def merge(
                 natural = (peak + jnp.log2(s)) * math.log(2)
                 lse_ref[(row * queries + line) * abreast + j] = jnp.where(total > 0, natural, jnp.inf)
 
-        @pl.when(row >= 0)
+        # All of a lead in one condition, so that it is loaded at once: the second holds wherever the first does.
+        @pl.when((row >= 0) & (count > 0))
         def run():
             trips = lax.div(jnp.maximum(count - wg, 0) + (unroll * threads - 1), unroll * threads)
             empty = ([jnp.float32(-1e30)] * abreast, [jnp.float32(0)] * abreast, splat(0))
