@@ -22,9 +22,9 @@ from tests.kernels.test_move_pages import moved
 LENGTHS = [0, 1, 63, 64, 65, 200]
 
 
-def mla(implementation: str, kv_dtype: str, heads: int) -> None:
-    for delivery, s_q in (("table", 1), ("virtual", 2)):
-        case = mla_case.make_case(LENGTHS, heads=heads, s_q=s_q, kv_dtype=kv_dtype)
+def mla(implementation: str, kv_dtype: str, heads: int, page_size: int = 64) -> None:
+    for delivery, s_q in (("table", 1), ("virtual", 2)) if page_size > 1 else (("stream", 2),):
+        case = mla_case.make_case(LENGTHS, heads=heads, s_q=s_q, page_size=page_size, kv_dtype=kv_dtype)
         case.check(*case.run(implementation, delivery))
 
 
@@ -112,6 +112,8 @@ def experts(implementation: str) -> None:
 CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-few": (mla, ("mosaic", "bfloat16", 16)),
     "mla-many": (mla, ("mosaic", "bfloat16", 128)),
+    "mla-rows-few": (mla, ("mosaic", "bfloat16", 16, 1)),
+    "mla-rows-many": (mla, ("mosaic", "bfloat16", 128, 1)),
     "mla-fp8-few": (mla, ("mosaic", "float8_e4m3fn", 16)),
     "mla-fp8-many": (mla, ("mosaic", "float8_e4m3fn", 128)),
     "mla-triton": (mla, ("triton", "bfloat16", 16)),
