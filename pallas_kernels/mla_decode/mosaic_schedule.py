@@ -62,7 +62,7 @@ def owns_start(share: Share, row):
 
 def find_share(
     row_range_refs, batch: int, group, groups: int, out_ref, *, width_tokens: int, s_q: int,
-    reach: int | None = None, indptr_ref=None, capacity: int = 0, overhead: int = _OVERHEAD,
+    reach: int | None = None, indptr_ref=None, capacity: int = 0, overhead: int = _OVERHEAD, cut_evenly: bool = True,
 ) -> None:  # fmt: skip
     """Writes the numbers of this group's `Share` to the int32[8] shared-memory ref `out_ref`.
 
@@ -70,6 +70,7 @@ def find_share(
     kv_end and, if given, q_start. `reach`: positions before the end of a row's queries that some of them sees, None for
     all. `indptr_ref`, `capacity`: bounds of the rows in a token stream and its length; a row has no more positions than ids.
     `overhead`: what a row costs a group beside its tiles, in tiles, where rows are of several lengths.
+    `cut_evenly`: whether the same number of groups for each row of one length is worth 1/16 in balance where that cuts rows.
     Follow with `plgpu.commit_smem` before another warpgroup reads.
     """
     ranges, ref = tuple(row_range_refs), plgpu.RefType()
@@ -92,6 +93,7 @@ def find_share(
             *indptrs,
             capacity=capacity,
             overhead=overhead,
+            cut_evenly=cut_evenly,
         )
 
     find(ranges, indptrs, out_ref, group)
@@ -120,6 +122,7 @@ def _emit_find_share(
     *,
     capacity=0,
     overhead=_OVERHEAD,
+    cut_evenly=True,
 ):
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
     const = lambda value: arith.constant(i32, ir.IntegerAttr.get(i32, value))
@@ -186,10 +189,11 @@ def _emit_find_share(
     else:
         even_size, even_overhead = arith.muli(const(-(-batch // groups)), most), zero
     balanced = up(total, const(groups))
+    slack = 17 if cut_evenly or groups // batch < 2 else 16
     even = arith.andi(
         arith.andi(arith.cmpi(arith.CmpIPredicate.eq, least, most), less(zero, most)),
         arith.cmpi(
-            arith.CmpIPredicate.ule, arith.muli(even_size, const(16)), arith.muli(balanced, const(17))
+            arith.CmpIPredicate.ule, arith.muli(even_size, const(16)), arith.muli(balanced, const(slack))
         ),
     )
     overhead = arith.select(even, even_overhead, const(overhead))

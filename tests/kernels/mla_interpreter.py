@@ -28,7 +28,7 @@ def store_rows(ref, values, first_row, rows, column=0, skipped=0):
         ref[at] = value
 
 
-def add_products(accumulators, left, rights):
+def add_products(accumulators, left, rights, done=None):
     def product(right):
         def scoped(ref):
             plgpu.wgmma(ref, left, right)
@@ -36,7 +36,10 @@ def add_products(accumulators, left, rights):
 
         return pl.run_scoped(scoped, plgpu.ACC((64, right.shape[1]), jnp.float32))
 
-    return [acc + product(right) for acc, right in zip(accumulators, rights, strict=True)]
+    sums = [acc + product(right) for acc, right in zip(accumulators, rights, strict=True)]
+    for i in range(len(rights) if done else 0):
+        done(i)
+    return sums
 
 
 def upper_half(values):
@@ -62,7 +65,7 @@ def widen(values):
 
 def find_share(
     row_range_refs, batch, group, groups, out_ref, *,
-    width_tokens, s_q, reach=None, indptr_ref=None, capacity=0,
+    width_tokens, s_q, reach=None, indptr_ref=None, capacity=0, cut_evenly=True,
 ):  # fmt: skip
     """The split for rows of unequal lengths, by its definition."""
     start, q_stop, *q_start = (ref[...] for ref in row_range_refs)
@@ -142,8 +145,8 @@ def main() -> None:
         "virtual",
         blocks=3,
     )
-    # A number of queries that TMA can't store; a row whole in one block and a row cut.
-    check(make_case([40, 150], heads=35), "table", blocks=2)
+    # A number of queries that TMA can't store, in two tiles, so that P is handed over late; a row whole and a row cut.
+    check(make_case([40, 150], heads=70), "table", blocks=4)
     # Single rows.
     check(make_case([77, 0, 140], heads=40, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2)
     print("right, no races")

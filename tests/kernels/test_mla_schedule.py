@@ -177,6 +177,19 @@ def test_rows_of_one_length_are_cut_evenly(warp, batch, length, groups, parts_of
     )
 
 
+@pytest.mark.parametrize(
+    "batch, tiles, groups, most", [(8, 512, 33, 126), (11, 129, 33, 43), (64, 128, 66, 128)]
+)
+def test_even_cuts_may_be_asked_to_cost_no_balance(warp, batch, tiles, groups, most):
+    """8 rows in 4 groups each would leave one of 33 idle, 11 rows would not; whole rows may leave two of 66 idle."""
+    shares = warp(np.zeros(batch), np.full(batch, tiles * TILE), groups, cut_evenly=False)
+    tiles = np.full(batch, tiles)
+    check(shares, tiles)
+    assert most == max(
+        sum(stop - start for p in parts([s], tiles)[0].values() for _, start, stop in p) for s in shares
+    )
+
+
 def test_one_length_that_would_leave_a_quarter_idle_is_cut_anyway(warp):
     tiles = np.full(100, 64)
     shares = warp(np.zeros(100), np.full(100, 4096), 132)
