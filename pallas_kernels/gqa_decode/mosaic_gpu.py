@@ -1,10 +1,10 @@
 """Paged GQA decode for Hopper in Pallas Mosaic GPU: persistent workers over a schedule that they find themselves.
 
-A worker owns one KV head, one tile of 64 query rows (the heads that share the KV head, of s_q queries, padded) and a share
-of the batch's KV tiles of 64 positions. It is one warpgroup that loads K and V of a tile by TMA into two rings, and one
-that computes: S = Q K^T, softmax, O += P V with P in registers. Heads up to 128 wide leave room for two workers in a
-thread block: the products of one run beside the softmax of the other. V wider than 256 is shared by two computing
-warpgroups. What lies whole in a share is final; a row cut between workers leaves f32 partials for `mosaic_merge`.
+A worker owns one KV head, or several narrow ones, one tile of 64 query rows (the heads that share the KV head, of s_q
+queries, padded) and a share of the batch's KV tiles of 64 positions. It is one warpgroup that loads K and V of a tile by TMA
+into two rings, and one that computes: S = Q K^T, softmax, O += P V with P in registers. Up to 128 columns leave room for two
+workers in a thread block: the products of one run beside the softmax of the other. V wider than 256 is shared by two
+computing warpgroups. What lies whole in a share is final; a row cut between workers leaves f32 partials for `mosaic_merge`.
 docs/gqa_decode.md has the numbers behind it.
 """
 
@@ -24,7 +24,14 @@ from jaxtyping import Array, Float, Int32, UInt8
 from pallas_kernels import paged_mosaic
 from pallas_kernels.gqa_decode.mosaic_bias import add_bias
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
-from pallas_kernels.mla_decode.mosaic_registers import add_products, rescale, store_rows, sync_warpgroup
+from pallas_kernels.mla_decode.mosaic_registers import (
+    add_products,
+    rescale,
+    round_pairs,
+    store_rows,
+    sync_warpgroup,
+    widen,
+)
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
 
@@ -46,12 +53,10 @@ class TuningConfig:
     """Launch parameters.
 
     `blocks`: thread blocks, one a multiprocessor. `workers`: in a block; None for two where each has room for two tiles.
-    `pack`: KV heads of a worker; None for as many as make 128 columns.
     """
 
     blocks: int = _SMS
     workers: int | None = None
-    pack: int | None = None
 
     def __post_init__(self) -> None:
         if self.blocks < 1:
@@ -125,7 +130,7 @@ def gqa_decode_mosaic(
     # heads, a worker takes those 8, its own among them; else each KV head's queries are padded to such tiles.
     shared_lines = s_q == 1 and heads % 8 == 0 and 8 % sharing == 0
     padded = 8 if shared_lines else -(-queries // 8) * 8
-    pack = config.pack or _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
+    pack = _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
     plan = _Plan.make(config, pack * head_dim, pack * v_head_dim)
     # Workers that go through one share side by side, each with its heads and queries.
     lanes = num_kv_heads // pack * q_tiles
@@ -271,6 +276,7 @@ def gqa_decode_mosaic(
                 width_tokens=width_tokens,
                 s_q=s_q,
                 reach=reach,
+                cut_evenly=False,
             )
             plgpu.commit_smem()
             plgpu.barrier_arrive(share_ready.at[worker])
@@ -456,8 +462,8 @@ def gqa_decode_mosaic(
                     total = total * decay + p.sum(axis=1)
                     # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
                     # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
-                    p = p.astype(jnp.bfloat16)
-                    weight = weight * decay + p.astype(jnp.float32).sum(axis=1)
+                    p = round_pairs(p)
+                    weight = weight * decay + widen(p).sum(axis=1)
                     plgpu.barrier_wait(v_ready.at[at])
                     pl.when(tail)(lambda: clear(at, column, kv_first - position, kv_stop - position))
                     (acc,) = rescale([acc], decay)
@@ -546,13 +552,13 @@ def gqa_decode_mosaic(
 
 
 def _pack(kv_heads: int, lines: int, width: int, bias: bool) -> int:
-    """KV heads of a worker: several narrow ones, so that a tile is as large as that of a head of 128, if their lines fit.
+    """KV heads of a worker: several narrow ones, so that a tile is as large as that of a head of 256, if their lines fit.
 
     Their queries lie on the diagonal of one matrix: the zeros beside them keep the heads apart in S. Of O, each line uses
     the columns of its own head.
     """
     pack = 1
-    while not bias and 2 * pack * width <= 128 and kv_heads % (2 * pack) == 0 and 2 * pack * lines <= M:
+    while not bias and 2 * pack * width <= 256 and kv_heads % (2 * pack) == 0 and 2 * pack * lines <= M:
         pack *= 2
     return pack
 
