@@ -108,7 +108,7 @@ def tile_sizes(capability: tuple[int, int], lines: int, k_width: int, v_width: i
     limit = 227 if capability[0] in (9, 10) else 163 if capability == (8, 0) else 99
     v_cols = min(v_width, 256)
     if max(k_width, v_cols) <= 128:
-        cols, block, stages, warps = 128, 64, 2, 8
+        cols, block, stages, warps = 128, 64, 3 if max(k_width, v_cols) <= 64 else 2, 8
     elif k_width <= 256:
         cols, block, stages, warps = 64, 64, 2, 4
     else:
