@@ -182,19 +182,24 @@ def report(barrier) -> None:
 @cache
 def _report_primitive():
     """(the primitive, what takes a ref apart for it). Inline code of Pallas' can't be given a barrier."""
-    from jax._src.pallas.mosaic_gpu import core, lowering, primitives
-    from jax._src.state.primitives import get_ref_and_transforms
+    try:
+        from jax._src.pallas.mosaic_gpu.core import _memory_effect
+        from jax._src.pallas.mosaic_gpu.lowering import register_lowering_rule
+        from jax._src.pallas.mosaic_gpu.primitives import _get_barrier_base_index
+        from jax._src.state.primitives import get_ref_and_transforms
+    except ImportError as error:
+        raise NotImplementedError(f"single rows need parts of jax that this one lacks: {error}") from error
 
     primitive = Primitive("report_copies")
     primitive.multiple_results = True
 
     @primitive.def_effectful_abstract_eval
     def type_of(barrier, *transforms, tree):
-        return (), {core._memory_effect}
+        return (), {_memory_effect}
 
-    @lowering.register_lowering_rule(primitive, mgpu.LoweringSemantics.Warpgroup)
+    @register_lowering_rule(primitive, mgpu.LoweringSemantics.Warpgroup)
     def lower(ctx, barrier, *transforms, tree):
-        index = primitives._get_barrier_base_index(ctx.avals_in[0], tree.unflatten(transforms))
+        index = _get_barrier_base_index(ctx.avals_in[0], tree.unflatten(transforms))
         barrier = barrier if index is None else barrier[index]
         utils.inline_ptx(
             "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier.get_ptr(), has_side_effects=True
