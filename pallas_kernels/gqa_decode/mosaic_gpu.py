@@ -558,7 +558,7 @@ def _pack(kv_heads: int, lines: int, width: int, bias: bool) -> int:
     the columns of its own head.
     """
     pack = 1
-    while not bias and 2 * pack * width <= 256 and kv_heads % (2 * pack) == 0 and 2 * pack * lines <= M:
+    while not bias and 256 % (2 * pack * width) == 0 and kv_heads % (2 * pack) == 0 and 2 * pack * lines <= M:
         pack *= 2
     return pack
 
