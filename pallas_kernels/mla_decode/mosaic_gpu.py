@@ -2,8 +2,8 @@
 
 A block owns one tile of 64 query rows (the heads of s_q queries, padded) and a share of the batch's KV tiles of 64
 positions. Four warpgroups: one translates ids and loads pages by TMA, or single rows (`mosaic_gather`), one computes scores
-and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So Q K^T
-of a tile runs beside P V of the one before. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns
+and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So P V of
+a tile runs beside Q K^T, or beside the softmax, of the next. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns
 behind V in a ring of three, where P takes their place. A row of the batch that lies inside one block is final; a row cut
 between blocks leaves partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes of the row's last
 tile. The design and its measurements: docs/mla_decode.md.
@@ -105,13 +105,15 @@ def mla_decode_mosaic(
     queries_of_row = q.reshape(rows, queries, qk_width)
     if padded != queries:
         queries_of_row = jnp.pad(queries_of_row, ((0, 0), (0, padded - queries), (0, 0)))
-    numbers = dict(s_q=s_q, heads=heads, v_width=v_width, sm_scale=sm_scale, logit_cap=logit_cap)
     if queries <= mosaic_few.MOST_QUERIES:
-        call = partial(mosaic_few.decode_few, blocks=config.blocks, **numbers)
+        decode = partial(mosaic_few.decode_few, blocks=config.blocks)
     else:
-        call = partial(_decode, rows=rows, config=config, **numbers)
+        decode = partial(_decode, rows=rows, config=config)
     offset = jnp.asarray(block_offset, jnp.int32).reshape(1)
-    out, lse = call(queries_of_row, pool, source, offset, q_start)
+    out, lse = decode(
+        queries_of_row, pool, source, offset, q_start,
+        s_q=s_q, heads=heads, v_width=v_width, sm_scale=sm_scale, logit_cap=logit_cap,
+    )  # fmt: skip
     return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
 
 
@@ -143,6 +145,9 @@ def _decode(
     q_smem_bytes = 2 * M * ((v_groups - kept) * GROUP + rest)
     boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
+    # Products set the pace of blocks with whole rows of many heads: there P is handed over when the next tile's Q K^T has
+    # been issued, and P V runs beside the softmax. Where blocks wait for KV, P V would wait too.
+    late = q_tiles > 1 and rows >= groups
     page_rows = min(page_size, TILE)  # of one TMA
     single = mosaic_gather.needed(source)  # rows come one by one
     loads = 1 if single else TILE // page_rows
@@ -386,7 +391,7 @@ def _decode(
                     if single:
                         mosaic_gather.order_reads()
 
-                def scores_of(n):
+                def scores_of(n, when_issued=lambda: None):
                     def product(s_ref):
                         for g in range(v_groups):
                             at = v_box(n, g)
@@ -395,14 +400,24 @@ def _decode(
                             plgpu.wgmma(s_ref, queries_, v_smem.at[at].transpose((1, 0)))
                         arrived(rest_ready.at[n.slot])
                         plgpu.wgmma(s_ref, q_rest_smem, rest_smem.at[n.slot].transpose((1, 0)))
+                        when_issued()
                         return s_ref[...]
 
                     return pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
 
+                def hand_over(slot, predicate=None):
+                    """P and factors, which this warpgroup has written, to the other two."""
+                    plgpu.commit_smem()
+                    plgpu.barrier_arrive(p_ready.at[slot], predicate=predicate)
+
+                before = lambda n: wrap(n.slot + (SLOTS - 1), SLOTS)  # slot of the tile before
+
                 def one(i, carry):
                     peak, total, n = carry
                     position = (first_tile + i) * TILE
-                    s = scores_of(n)
+                    s = scores_of(
+                        n, (lambda: hand_over(before(n), predicate=i > start)) if late else lambda: None
+                    )
                     if logit_cap is not None:
                         # tanh by exp2: the hardware's own tanh has 11 bits.
                         scale = 2 * sm_scale * log2e / logit_cap
@@ -422,8 +437,8 @@ def _decode(
                     p = round_pairs(jnp.exp2(s * to_log2 - across(new_peak * to_log2, s)))
                     rest_smem[n.slot] = p  # those columns of K are no longer needed
                     factor_smem[n.slot] = decay
-                    plgpu.commit_smem()
-                    plgpu.barrier_arrive(p_ready.at[n.slot])
+                    if not late:
+                        hand_over(n.slot)
                     # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
                     # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
                     return new_peak, total * decay + widen(p).sum(axis=1), step(n)
@@ -431,6 +446,8 @@ def _decode(
                 peak, total, n = lax.fori_loop(
                     start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), step(n))
                 )
+                if late:
+                    hand_over(before(n))
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
                 plgpu.barrier_wait(end_free)
@@ -520,10 +537,17 @@ def _decode(
                     plgpu.barrier_wait(p_ready.at[slot])
                     decay = plgpu.load(factor_smem.at[slot], layout=_ROWS)
                     accs = rescale(accs, decay)
-                    boxes_here = [v_smem.at[v_box(n, first_box + c)] for c in range(half // GROUP)]
-                    accs = add_products(accs, rest_smem.at[slot], boxes_here)
+                    at = [v_box(n, first_box + c) for c in range(half // GROUP)]
+
+                    def done(c):
+                        plgpu.barrier_arrive(v_free.at[at[c]], predicate=i < stop - 1)
+
+                    boxes_here = [v_smem.at[box] for box in at]
+                    accs = add_products(accs, rest_smem.at[slot], boxes_here, done if late else None)
                     plgpu.barrier_arrive(rest_free.at[slot])
-                    pl.when(i < stop - 1)(lambda: free(n))
+                    if not late:
+                        for c in range(half // GROUP):
+                            done(c)
                     return *accs, step(n)
 
                 *accs, n = lax.fori_loop(

@@ -32,12 +32,19 @@ def sync_warpgroup() -> None:
     plgpu.inline_mgpu(arg_types=(), return_type=None)(lambda _: mgpu.utils.warpgroup_barrier())()
 
 
-def add_products(accumulators, left, rights):
-    """``[acc + left @ right for acc, right in zip(accumulators, rights)]`` by WGMMA, all in flight together."""
+def add_products(accumulators, left, rights, done=None):
+    """``[acc + left @ right for acc, right in zip(accumulators, rights)]`` by WGMMA, all in flight together.
+
+    ``done(i)`` is called when the i-th product is there and `rights[i]` has been read.
+    """
 
     def products(refs):
         for ref, right in zip(refs, rights, strict=True):
             plgpu.wgmma(ref, left, right)
+        if done is not None:
+            for i in range(len(rights)):
+                plgpu.wgmma_wait(len(rights) - 1 - i)
+                done(i)
 
     return list(pl.run_state(products)(tuple(plgpu.ACC.init(acc) for acc in accumulators)))
 

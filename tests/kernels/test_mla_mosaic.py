@@ -4,11 +4,14 @@ How it computes is in test_mla_decode.py (on a GPU), test_mla_interpreter.py and
 """
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from pallas_kernels.mla_decode.mosaic_few import MOST_QUERIES
 from pallas_kernels.mla_decode.mosaic_gpu import TuningConfig, mla_decode_mosaic
 from tests.deviceless import requires_plugin, shape
 from tests.kernels.abstract import MLA_DECLINES, compile_mla, source
+from tests.kernels.mla_case import make_case
 
 OPTIONS = {"kv_dtype": "bfloat16", "row_width": 576, "v_width": 512, "sm_scale": 0.1}
 BLOCKS = 132
@@ -38,20 +41,21 @@ def test_fits_the_gpu(rows, heads, options):
     program = compiled(rows, heads, **options)
     queries = options.get("s_q", 1) * heads
     groups = BLOCKS // -(-queries // 64)
-    lines = -(-queries // 8) * 8
+    padded = -(-queries // 8) * 8
+    lines = padded if queries <= MOST_QUERIES else queries  # of parts; that kernel's results are padded too
     parts = 2 * groups * lines * 4 * (512 + 1)
-    padded = rows * lines * 2 * (576 + 512 + 2)  # q, and of few query lines the results
-    assert program.temp_bytes <= parts + padded + 16 * (rows + groups) + 4096
+    padded_arrays = rows * padded * (576 * 2 + 512 * 2 + 4)
+    assert program.temp_bytes <= parts + padded_arrays + 16 * (rows + groups) + 4096
     assert sum(thunk.kind == "kCustomCall" for thunk in program.thunks) == 2
 
 
 @pytest.mark.deviceless
 @requires_plugin
-@pytest.mark.parametrize("heads", [64, 128])
-def test_products_run_side_by_side(heads, tmp_path, monkeypatch):
+@pytest.mark.parametrize("rows, heads", [(64, 64), (64, 128), (66, 128)])  # the last hands P over late
+def test_products_run_side_by_side(rows, heads, tmp_path, monkeypatch):
     """For want of registers, or in a branch that it takes for divergent, ptxas waits after each WGMMA: a third slower."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
-    compiled(64, heads)
+    compiled(rows, heads)
     reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
     assert any("Used 128 registers" in report for report in reports)
     assert not any("serialized" in report for report in reports)
@@ -90,6 +94,23 @@ GOOD = dict(
 def test_declines_with_the_reason(changes, reason):
     with pytest.raises(NotImplementedError, match=reason):
         mla_decode_mosaic(**{**GOOD, **OPTIONS, **changes})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, s_q, logit_cap", [(128, 1, None), (100, 1, 30.0), (33, 3, None)])
+def test_rows_of_many_heads(heads, s_q, logit_cap):
+    """As many rows as groups of blocks: P is handed over late."""
+    case = make_case([0, 1, 63, 64, 65, 200, 1000], heads=heads, s_q=s_q, logit_cap=logit_cap)
+    for blocks in (2, 10):
+        out, lse = mla_decode_mosaic(
+            jnp.asarray(case.q),
+            jnp.asarray(case.pool),
+            case.source("table"),
+            case.block_offset,
+            config=TuningConfig(blocks=blocks),
+            **case.options,
+        )
+        case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
 
 
 @pytest.mark.parametrize("field, value", [("blocks", 0), ("q_boxes_in_registers", 4)])
