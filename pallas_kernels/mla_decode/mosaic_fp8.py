@@ -5,7 +5,7 @@ KV tiles of 64 positions, which it finds itself; rows cut between blocks leave f
 follows from the bytes. A tile comes in 1.2 us, so neither padding few heads to 64 rows nor writing f16 back to shared
 memory is affordable. Hence S^T = K Q^T and O^T = V^T P^T: heads are columns, as few as there are. K is an e4m3 operand as
 it lies in shared memory, and the 8 bits of a bf16 query are two e4m3 terms. V, which e4m3 products would want the other
-way round, becomes f16 in registers (`mosaic_fp8_registers`). docs/mla_decode.md derives the numbers.
+way round, becomes f16 in registers (`mosaic_fp8_registers`). docs/mla_decode_fp8.md derives the numbers.
 
 q is brought into e4m3's range by a power of two for each query and head. A token's scale multiplies its scores; for P V,
 whose products are of f16, it is part of the exponent: P = exp2(s + log2(scale) - peak) with the peak of that sum, and the

@@ -11,7 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
-from pallas_kernels.mla_decode.mosaic_fp8_registers import scores_of, token_scales, zero_rows
+from pallas_kernels.mla_decode.mosaic_fp8_registers import (
+    prefetch_queries,
+    scores_of,
+    token_scales,
+    zero_rows,
+)
 from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import VirtualPages
@@ -284,6 +289,7 @@ class Block:
                     )
                 return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
 
+            prefetch_queries(self.q, self.line(b), self.live, call.columns)
             return lax.fori_loop(start, stop, one, (n, blocks_of(start)))[0]
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, jnp.int32(0))

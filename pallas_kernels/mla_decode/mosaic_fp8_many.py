@@ -38,6 +38,7 @@ from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
 _SCORES, _LEFT = 2, 1  # the last one has V's right half
 _P_SLOTS = 2
+_AT_ONCE = 2  # blocks of O^T: more fragments of V do not fit the registers
 
 
 def decode_many(call: Call):
@@ -153,7 +154,7 @@ def _kernel(
                     return tuple(acc * down(decay, acc) for acc in accs)
 
                 accs = lax.cond(decays_smem[p_slot] > 0, rescale, lambda *accs: accs, *accs)
-                accs = add_values(accs, tile, p_smem.at[p_slot], column, 2, BYTES)
+                accs = add_values(accs, tile, p_smem.at[p_slot], column, _AT_ONCE, BYTES)
                 plgpu.barrier_arrive(block.kv_free.at[slot])
                 plgpu.barrier_arrive(p_free.at[p_slot])
                 return *accs, n + 1

@@ -21,7 +21,7 @@ from jax.experimental.mosaic.gpu.mma_utils import encode_descriptor
 from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_m64
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _WGMMA = plgpu.Layout.WGMMA
@@ -33,10 +33,11 @@ _BOX = 8 * _LINE  # 8 rows of 128 bytes, after which the swizzle starts again
 def scores_of(tile_ref, q_ref, transforms):
     """S^T = K Q^T, f32 [64, columns]; q_ref as `load_queries` leaves it.
 
-    Tensor cores keep 14 bits of a sum of e4m3 products. Two sums of half the columns each lose half as much.
+    Tensor cores keep 14 bits of a sum of e4m3 products, and cut. So the second terms have sums of their own, where they
+    would be cut for the size of the first, and the first terms have one for each part of the columns.
     """
     columns = q_ref.shape[0] // 2
-    beside = columns < 64  # both terms of q in one product: few columns would wait for K to be read twice
+    beside = columns < 64  # both terms in one product: few columns would wait for K to be read twice
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms), plgpu.RefType(transforms)),
@@ -45,28 +46,41 @@ def scores_of(tile_ref, q_ref, transforms):
     def multiply(_, tile, q):
         n = 2 * columns if beside else columns
         k, queries = _operand(tile), _operand(q)
-        terms = [queries] if beside else [queries, _ahead(queries, columns // 8 * _boxes_of_row(q) * _BOX)]
         chunks = 2 * _boxes_of_row(tile) - 1  # of 64 columns; the last 64 bytes of a row are none
         e4m3 = ir.Float8E4M3FNType.get()
-        accs = [WGMMAAccumulator.zero(64, n)._value for _ in range(2)]
-        issued = []
-        for part, acc in enumerate(accs):
+
+        def issue(acc, q_descriptor, first, stop):
             registers = acc.registers
-            for chunk in range(part * chunks // 2, (part + 1) * chunks // 2):
+            for chunk in range(first, stop):
                 at = chunk // 2 * _BOX + chunk % 2 * (_LINE // 2)
-                for term in terms:
-                    registers = wgmma_m64(
-                        registers, _ahead(k, at), _ahead(term, at), n=n, swizzle=64, a_transpose=False,
-                        b_transpose=False, a_k_stride=32, b_k_stride=32, a_element_type=e4m3, b_element_type=e4m3,
-                    )  # fmt: skip
+                registers = wgmma_m64(
+                    registers, _ahead(k, at), _ahead(q_descriptor, at), n=n, swizzle=64, a_transpose=False,
+                    b_transpose=False, a_k_stride=32, b_k_stride=32, a_element_type=e4m3, b_element_type=e4m3,
+                )  # fmt: skip
             nvvm.wgmma_commit_group_sync_aligned()
-            issued.append(FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None))
-        total = None
-        for pending, part in zip((1, 0), issued, strict=True):
+            return FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+
+        zero = lambda: WGMMAAccumulator.zero(64, n)._value
+
+        def finished(part, pending):
             nvvm.wgmma_wait_group_sync_aligned(pending)
             part = optimization_barrier(part)
-            part = part[:, :columns] + part[:, columns:] if beside else part
-            total = part if total is None else total + part
+            return part[:, :columns] + part[:, columns:] if beside else part
+
+        sums = 2 if beside else -(-chunks // 2)  # few columns: registers; many: a sum for each 128 columns
+        parts = [(queries, i * chunks // sums, (i + 1) * chunks // sums) for i in range(sums)]
+        if beside:
+            zeros = [zero() for _ in parts]  # all before the first product, or it is waited for
+            issued = [issue(acc, *part) for acc, part in zip(zeros, parts, strict=True)]
+            total = finished(issued[0], sums - 1)
+            for i, part in enumerate(issued[1:], 2):
+                total += finished(part, sums - i)
+        else:  # registers for one at a time
+            total = finished(
+                issue(zero(), _ahead(queries, columns // 8 * _boxes_of_row(q) * _BOX), 0, chunks), 0
+            )
+            for part in parts:
+                total += finished(issue(zero(), *part), 0)
         return total.to_layout(_WGMMA.to_mgpu())
 
     return multiply(tile_ref, q_ref)
@@ -80,19 +94,26 @@ def any_above(values, limits):
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
     )
     def vote(_, values, limits):
-        above = None
-        columns = list(limits.registers.flat)  # of 8 columns each
-        for (_, column), register in _by_place(values).items():
-            for e in range(2):
-                here = arith.cmpf(
-                    arith.CmpFPredicate.OGT, _element(register, e), _element(columns[column // 8], e)
-                )
-                above = here if above is None else arith.ori(above, here)
+        places = _by_place(values)
+        # How far each column's larger element is above its limit, and of these the largest: comparisons that all change one
+        # predicate would wait for each other.
+        above = [
+            arith.subf(
+                arith.maxnumf(_element(places[0, 8 * i], e), _element(places[8, 8 * i], e)),
+                _element(limit, e),
+            )
+            for i, limit in enumerate(limits.registers.flat)  # of 8 columns each
+            for e in range(2)
+        ]
+        while len(above) > 1:
+            above = [arith.maxnumf(*above[i : i + 2]) for i in range(0, len(above), 2)]
+        zero = arith.constant(above[0].type, ir.FloatAttr.get(above[0].type, 0.0))
+        is_above = arith.cmpf(arith.CmpFPredicate.OGT, above[0], zero)
         i32 = ir.IntegerType.get_signless(32)
         count = utils.inline_ptx(
             "{ .reg .pred one, all; setp.ne.s32 one, $1, 0; bar.red.or.pred all, $2, 128, one;"
             " selp.s32 $0, 1, 0, all; }",
-            arith.extui(i32, above),
+            arith.extui(i32, is_above),
             utils.warpgroup_barrier_idx(sync=False),
             result_types=i32,
             has_side_effects=True,
@@ -359,8 +380,8 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None
             )
             at = arith.addi(at, arith.extsi(i64, _shl(quad, 5)))
             at = arith.addi(at, llvm.ptrtoint(i64, utils.memref_ptr(q)))
-            words = [w for c in range(chunks) for half in (0, 16) for w in _load_global(at, 128 * c + half)]
-            words = [arith.select(inside, w, _const(0)) for w in words]
+            pieces = [_load_global(at, 128 * c + half) for c in range(chunks) for half in (0, 16)]
+            words = [arith.select(inside, w, _const(0)) for piece in pieces for w in piece]
             peak = _const(0)
             for word in words:
                 peak = _larger_sizes(peak, word)
@@ -373,16 +394,49 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None
             present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(8 * groups))
             phase = _and(line, 7)
             to = _add(_shared(target), _add(_mul(_shr(line, 3), boxes * _BOX), _mul(phase, _LINE)))
-            sides = [_add(to, _shl(_xor(_or(quad, _const(side)), phase), 4)) for side in (0, 4)]
-            for c in range(chunks):  # 16 bytes of a line of each term
-                pairs = [_two_terms(words[8 * c + i], words[8 * c + i + 1], power) for i in range(0, 8, 2)]
+
+            # Read again, now from L1: straight code for all words is a thousand instructions that run once, and slowly.
+            def store(c):  # 16 bytes of a line of each term
+                here = arith.addi(at, arith.extsi(i64, _shl(c, 7)))
+                words = [w for half in (0, 16) for w in _load_global(here, half)]
+                words = [arith.select(inside, w, _const(0)) for w in words]
+                pairs = [_two_terms(words[i], words[i + 1], power) for i in range(0, 8, 2)]
+                side = _xor(_or(quad, _shl(_and(c, 1), 2)), phase)
+                place = _add(_add(to, _shl(side, 4)), _mul(_shr(c, 1), _BOX))
                 for term in range(2):
-                    at_term = c // 2 * _BOX + term * groups * boxes * _BOX
-                    _store_shared_4(sides[c % 2], at_term, [pair[term] for pair in pairs], present)
+                    at_term = term * groups * boxes * _BOX
+                    _store_shared_4(place, at_term, [pair[term] for pair in pairs], present)
+
+            _repeat(chunks, store)
             first_of_quad = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, quad, _const(0)))
             _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, first_of_quad)
 
     load(q_ref, jnp.int32(first_line), jnp.int32(lines), q_smem, unit_ref)
+
+
+def prefetch_queries(q_ref, first_line, lines, most: int) -> None:
+    """Asks for `lines` lines of q, of at most `most`, in L2: by one warpgroup, long before `load_queries` in another."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=None)
+    def prefetch(_, q, first_line, lines):
+        i64 = ir.IntegerType.get_signless(64)
+        line_bytes = 2 * ir.MemRefType(q.type).shape[1]
+        count = _mul(lines.registers.item(), line_bytes // _LINE)
+        start = arith.muli(
+            arith.extsi(i64, first_line.registers.item()),
+            arith.constant(i64, ir.IntegerAttr.get(i64, line_bytes)),
+        )
+        start = arith.addi(start, llvm.ptrtoint(i64, utils.memref_ptr(q)))
+        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+        for first in range(0, most * line_bytes // _LINE, utils.WARPGROUP_SIZE):
+            index = _add(thread, _const(first))
+            at = arith.addi(start, arith.extsi(i64, _mul(index, _LINE)))
+            utils.inline_ptx(
+                "prefetch.global.L2 [$0];", at, has_side_effects=True,
+                predicate=arith.cmpi(arith.CmpIPredicate.slt, index, count),
+            )  # fmt: skip
+
+    prefetch(q_ref, jnp.int32(first_line), jnp.int32(lines))
 
 
 def zero_rows(tile_ref, first, stop, transforms) -> None:
@@ -634,15 +688,26 @@ def _element(register: ir.Value, e: int) -> ir.Value:
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
 
 
+def _repeat(trips: int, body) -> None:  # type: ignore[no-untyped-def]
+    """Emits ``for i in range(trips): body(i)`` with int32 i, which the compiler does not unroll."""
+    loop = scf.ForOp(_const(0), _const(trips), _const(1), [])
+    with ir.InsertionPoint(loop.body):
+        body(loop.induction_variable)
+        scf.yield_([])
+
+
 def _shared(ref: ir.Value) -> ir.Value:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), utils.memref_ptr(ref))
 
 
 def _operand(ref: ir.Value) -> ir.Value:
     """WGMMA's descriptor of bytes [8 * n, boxes of 128] whose summed dimension lies along the rows."""
-    return encode_descriptor(
+    descriptor = encode_descriptor(
         ref, leading_byte_offset=0, stride_byte_offset=_boxes_of_row(ref) * _BOX, swizzle=_LINE
     )
+    # Opaque, or the compiler keeps what it adds to q's for each instruction, in registers.
+    i64 = ir.IntegerType.get_signless(64)
+    return utils.inline_ptx("mov.b64 $0, $1;", descriptor, result_types=i64, has_side_effects=True)
 
 
 def _ahead(descriptor: ir.Value, offset: int) -> ir.Value:

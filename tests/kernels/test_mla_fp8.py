@@ -149,7 +149,7 @@ def warpgroup(monkeypatch):
         _words_array=lambda words: words, _words_of=lambda words: words, _f16_array=lambda words, _: words,
         _words_type=lambda _: None,
         _shared=lambda ref: Address(ref.memory, number(0)), _load_shared=load_shared, _store_shared=store_shared,
-        _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_4,
+        _repeat=lambda trips, body: [body(number(i)) for i in range(trips)], _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_4,
         _const=number, _add=add, _mul=lambda a, b: a * b, _and=lambda a, b: a & b & 0xFFFFFFFF, _or=np.bitwise_or,
         _xor=np.bitwise_xor, _shl=lambda a, b: wrap(a << b), _shr=lambda a, b: wrap(a) >> b,
     )  # fmt: skip
@@ -252,6 +252,18 @@ def test_fits_the_gpu(rows, heads, options):
     parts = 2 * groups * queries * 4 * (options.get("v_width", 512) + 1)
     assert program.temp_bytes <= parts + 16 * (rows + groups) + 4096
     assert [thunk.kind for thunk in program.launches] == ["kCustomCall"] * 2
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize("heads", [32, 64])
+def test_products_run_side_by_side(heads, tmp_path, monkeypatch):
+    """For want of registers ptxas waits after each WGMMA."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    compiled(64, heads)
+    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    assert any("Used" in report for report in reports)
+    assert not any("serialized" in report or "warpgroup.wait is injected" in report for report in reports)
 
 
 @pytest.mark.deviceless
