@@ -106,7 +106,10 @@ def any_above(values, limits):
             for e in range(2)
         ]
         while len(above) > 1:
-            above = [arith.maxnumf(*above[i : i + 2]) for i in range(0, len(above), 2)]
+            above = [
+                arith.maxnumf(*pair) if len(pair := above[i : i + 2]) == 2 else pair[0]
+                for i in range(0, len(above), 2)
+            ]
         zero = arith.constant(above[0].type, ir.FloatAttr.get(above[0].type, 0.0))
         is_above = arith.cmpf(arith.CmpFPredicate.OGT, above[0], zero)
         i32 = ir.IntegerType.get_signless(32)
