@@ -135,7 +135,8 @@ def test_a_stream_ends_rows_too(capacity):
     call = partial(
         mla_decode, jnp.asarray(case.q), jnp.asarray(case.pool), cut, case.block_offset, **case.options
     )
-    for got, want in zip(call(implementation="mosaic"), call(implementation="xla"), strict=True):
-        np.testing.assert_allclose(
-            np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=0, atol=5e-3
-        )
+    (out, lse), (want, want_lse) = (call(implementation=name) for name in ("mosaic", "xla"))
+    np.testing.assert_allclose(lse, want_lse, rtol=0, atol=3e-3)
+    out, want = (np.asarray(x, np.float32) for x in (out, want))
+    for got, wanted in zip(out, want, strict=True):  # both round to bf16
+        assert np.linalg.norm(got - wanted) <= 4e-3 * np.linalg.norm(wanted)
