@@ -3,7 +3,7 @@
 #
 #   tools/sanitize.sh memcheck|racecheck [NAME ...]
 #
-# Prints a line for each problem: its own verdict and the tool's. Reports are kept in $OUT (default: sanitizer-reports).
+# Prints a line for each problem: its own verdict and the tool's. Reports are kept in $OUT (default: .cache/sanitizer).
 # Fails if a problem gives wrong results, or the tool reports anything.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ tool=$1
 shift
 python=${PYTHON:-python3}
 sanitizer=${SANITIZER:-$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer | head -1)}
-out=${OUT:-sanitizer-reports}
+out=${OUT:-.cache/sanitizer}
 mkdir -p "$out"
 names=("$@")
 [ ${#names[@]} -gt 0 ] || read -ra names <<< "$($python -m tests.kernels.small_cases)"

@@ -22,9 +22,11 @@ from tests.kernels.test_move_pages import moved
 LENGTHS = [0, 1, 63, 64, 65, 200]
 
 
-def mla(implementation: str, kv_dtype: str, heads: int, page_size: int = 64) -> None:
+def mla(implementation: str, kv_dtype: str, heads: int, page_size: int = 64, times: int = 1) -> None:
     for delivery, s_q in (("table", 1), ("virtual", 2)) if page_size > 1 else (("stream", 2),):
-        case = mla_case.make_case(LENGTHS, heads=heads, s_q=s_q, page_size=page_size, kv_dtype=kv_dtype)
+        case = mla_case.make_case(
+            LENGTHS * times, heads=heads, s_q=s_q, page_size=page_size, kv_dtype=kv_dtype
+        )
         case.check(*case.run(implementation, delivery))
 
 
@@ -112,8 +114,13 @@ def experts(implementation: str) -> None:
 CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-few": (mla, ("mosaic", "bfloat16", 16)),
     "mla-many": (mla, ("mosaic", "bfloat16", 128)),
+    "mla-late": (
+        mla,
+        ("mosaic", "bfloat16", 128, 64, 11),
+    ),  # a row for every group of blocks: P is handed over late
     "mla-rows-few": (mla, ("mosaic", "bfloat16", 16, 1)),
     "mla-rows-many": (mla, ("mosaic", "bfloat16", 128, 1)),
+    "mla-rows-late": (mla, ("mosaic", "bfloat16", 128, 1, 11)),
     "mla-fp8-few": (mla, ("mosaic", "float8_e4m3fn", 16)),
     "mla-fp8-many": (mla, ("mosaic", "float8_e4m3fn", 128)),
     "mla-triton": (mla, ("triton", "bfloat16", 16)),

@@ -1,12 +1,8 @@
 """What every implementation of paged GQA attention of chunks must do."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +15,7 @@ from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
 from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
 from tests.kernels.chunk_case import Chunk, make_chunk
 from tests.kernels.delivered import ABSURD, DELIVERIES
+from tests.kernels.own_process import output_of
 
 IMPLEMENTATIONS = ["xla", pytest.param("triton", marks=pytest.mark.gpu)]
 # No prefix, one past page and block borders, a single new token, a row without any, one that fills the chunk.
@@ -433,15 +430,6 @@ def test_triton_needs_no_temporaries(source):
 @pytest.mark.deviceless
 @requires_triton
 def test_triton_kernel_in_the_interpreter():
-    """In a process of its own: Triton reads at import whether it interprets."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.chunk_interpreter"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("right") == 4
+    """Triton reads at import whether it interprets."""
+    output = output_of("chunk_interpreter", timeout=900)
+    assert output.count("right") == 4

@@ -3,12 +3,8 @@
 How the GPU computes is in test_gqa_decode.py.
 """
 
-import os
-import subprocess
-import sys
 from functools import partial
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -16,6 +12,7 @@ from pallas_kernels.gqa_decode import KVScales, gqa_decode
 from pallas_kernels.gqa_decode.triton import tile_sizes
 from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
 from tests.kernels.abstract import int32, sources
+from tests.kernels.own_process import output_of
 
 pytestmark = [
     pytest.mark.deviceless,
@@ -117,15 +114,6 @@ def test_declines_with_the_reason(changes, words):
 
 
 def test_kernels_in_the_interpreter():
-    """In a process of its own: Triton reads at import whether it interprets."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.triton_interpreter"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stdout.count("right") == 4
+    """Triton reads at import whether it interprets."""
+    output = output_of("triton_interpreter")
+    assert output.count("right") == 4

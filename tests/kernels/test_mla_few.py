@@ -3,31 +3,15 @@
 What it computes on a GPU is in test_mla_decode.py; what it shares with the kernel for more lines in test_mla_mosaic.py.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.deviceless import requires_plugin
 from tests.kernels.abstract import compile_mla
+from tests.kernels.own_process import output_of
 
 
 def test_kernel_in_the_interpreter():
-    """In a process of its own, as in test_mla_interpreter.py."""
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=16"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.mla_few_interpreter"],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "no races" in done.stdout
+    assert "no races" in output_of("mla_few_interpreter", devices=16)
 
 
 @pytest.mark.deviceless
@@ -36,11 +20,12 @@ def test_kernel_in_the_interpreter():
     "heads, options",
     [
         (32, {}),
+        (24, {}),
         (16, {"delivery": "virtual", "page_size": 16}),
         (3, {"page_size": 8, "v_width": 256}),
         (4, {"s_q": 8, "page_size": 128, "logit_cap": 30.0}),
     ],
-    ids=["32", "16, virtual ids", "3, half as wide, pages of 8", "drafts of 8"],
+    ids=["32", "24", "16, virtual ids", "3, half as wide, pages of 8", "drafts of 8"],
 )
 def test_compiles_without_spills_or_serialization(heads, options, tmp_path, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))

@@ -104,7 +104,13 @@ def compiled(rows, heads, delivery, page_size, s_q=1, pool_blocks=1000, v_width=
 @requires_plugin
 @pytest.mark.parametrize(
     "rows, heads, delivery, page_size, s_q",
-    [(64, 32, "stream", 1, 1), (64, 128, "stream", 64, 1), (5, 9, "virtual", 4, 8), (300, 16, "table", 1, 1)],
+    [
+        (64, 32, "stream", 1, 1),
+        (64, 128, "stream", 64, 1),
+        (66, 128, "stream", 1, 1),
+        (5, 9, "virtual", 4, 8),
+        (300, 16, "table", 1, 1),
+    ],
 )
 def test_compiles_for_the_gpu(rows, heads, delivery, page_size, s_q, tmp_path, monkeypatch):
     """In budget, and no WGMMA waits for the one before, as ptxas makes it for want of registers."""
@@ -122,6 +128,13 @@ def test_copies_no_pool():
         compiled(4, 16, "stream", 1, pool_blocks=blocks).temp_bytes for blocks in (3_200_000, 90_000_000)
     ]  # 3.7 and 104 GB
     assert temps[0] == temps[1]
+
+
+def test_declines_on_a_jax_without_its_barriers(monkeypatch):
+    monkeypatch.delattr("jax._src.pallas.mosaic_gpu.primitives._get_barrier_base_index")
+    mosaic_gather._report_primitive.cache_clear()
+    with pytest.raises(NotImplementedError, match="parts of jax"):
+        mosaic_gather._report_primitive()
 
 
 @pytest.mark.gpu
