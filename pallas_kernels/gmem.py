@@ -1,4 +1,4 @@
-"""Global memory, lane by lane, inside Pallas Mosaic GPU kernels (lane semantics).
+"""Global memory, lane by lane, inside Pallas Mosaic GPU kernels. `launch` is of lane semantics; the functions serve both kinds.
 
 Mosaic GPU has no vector index on a global-memory ref; these functions reach it through inline code. A vector here is
 int32 in the layout of `lanes`: element i * 128 + t lies in register i of thread t of the warpgroup. A mask is such a

@@ -130,14 +130,19 @@ def gqa_decode_mosaic(
     # heads, a worker takes those 8, its own among them; else each KV head's queries are padded to such tiles.
     shared_lines = s_q == 1 and heads % 8 == 0 and 8 % sharing == 0
     padded = 8 if shared_lines else -(-queries // 8) * 8
-    pack = _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
+    pack = (
+        1
+        if config.workers
+        else _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
+    )
     plan = _Plan.make(config, pack * head_dim, pack * v_head_dim)
     # Workers that go through one share side by side, each with its heads and queries.
     lanes = num_kv_heads // pack * q_tiles
     groups = config.blocks * plan.workers // lanes
     if groups < 1:
         raise NotImplementedError(
-            f"{num_kv_heads} KV heads and {q_tiles} tiles of queries need more than {config.blocks * plan.workers} workers"
+            f"{num_kv_heads} KV heads, {pack} a worker, and {q_tiles} tiles of queries need more than "
+            f"{config.blocks * plan.workers} workers"
         )
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_head_dim), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)

@@ -1,4 +1,6 @@
-"""What both fp8 MLA decode kernels share: the numbers of a call, and a thread block's work on its part of the batch."""
+"""What the MLA decode kernels with transposed products share (both for fp8 and `mosaic_few`): the numbers of a call, and a
+thread block's work on its part of the batch.
+"""
 
 import math
 from dataclasses import dataclass

@@ -1,4 +1,5 @@
-"""How the fp8 MLA decode kernel moves e4m3 rows between shared memory and WGMMA operands: inline MLIR for Mosaic GPU.
+"""How the fp8 MLA decode kernels move e4m3 rows between shared memory and WGMMA operands: inline MLIR for Mosaic GPU. What is
+not about e4m3, as votes and sums of columns, serves `mosaic_few` too.
 
 A KV tile is 64 rows of e4m3 bytes in shared memory under the 128-byte swizzle. It is never written back as f16.
 
@@ -471,7 +472,8 @@ def store_columns(
 ) -> None:
     """``ref[first_line + n, column + v] = O[v, n]`` for ``n < lines``; `blocks` are O^T as `v_fragments` orders its rows.
 
-    If they are some of `of_blocks` blocks, `first` is the first of them. The arrays are f32 [64, n] in the WGMMA layout; `ref` in GMEM is f32 or bf16. The address arithmetic is 64-bit.
+    If they are some of `of_blocks` blocks, `first` is the first of them. The arrays are f32 [64, n] in the WGMMA layout; `ref`
+    in GMEM is f32 or bf16. The address arithmetic is 64-bit.
     """
 
     @plgpu.inline_mgpu(

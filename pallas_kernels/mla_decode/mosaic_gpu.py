@@ -2,11 +2,11 @@
 
 A block owns one tile of 64 query rows (the heads of s_q queries, padded) and a share of the batch's KV tiles of 64
 positions. Four warpgroups: one translates ids and loads pages by TMA, or single rows (`mosaic_gather`), one computes scores
-and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So P V of
-a tile runs beside Q K^T, or beside the softmax, of the next. A tile lies in shared memory as boxes: V's columns in a ring of 11, the columns
-behind V in a ring of three, where P takes their place. A row of the batch that lies inside one block is final; a row cut
-between blocks leaves partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes of the row's last
-tile. The design and its measurements: docs/mla_decode.md.
+and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So P V
+of a tile runs beside Q K^T, or beside the softmax, of the next. A tile lies in shared memory as boxes: V's columns in a ring
+of 11, the columns behind V in a ring of three, where P takes their place. A row of the batch that lies inside one block is
+final; a row cut between blocks leaves partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes
+of the row's last tile. Up to 32 query rows go to `mosaic_few`. The design and its measurements: docs/mla_decode.md.
 """
 
 import math
@@ -64,6 +64,7 @@ class TuningConfig:
 
     `blocks`: thread blocks, one a multiprocessor. `q_boxes_in_registers`: how many boxes of 128 columns of q the warpgroup
     of the scores keeps in registers; what they free of shared memory goes to the ring of KV boxes.
+    No matter up to 32 query rows, which another kernel serves.
     """
 
     blocks: int = _SMS
