@@ -10,6 +10,7 @@ from tests.kernels.abstract import compile_mla
 from tests.kernels.own_process import output_of
 
 
+@pytest.mark.slow
 def test_kernel_in_the_interpreter():
     assert "no races" in output_of("mla_few_interpreter", devices=16)
 
