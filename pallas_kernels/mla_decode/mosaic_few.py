@@ -18,18 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
-from pallas_kernels.mla_decode.mosaic_fp8_block import (
-    ACC,
-    COLUMNS,
-    LOAD,
-    MASKED,
-    SLACK,
-    Block,
-    Call,
-    down,
-    full,
-)
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, Block, Call, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
 from pallas_kernels.mla_decode.mosaic_registers import lower_half, sync_warpgroup, upper_half
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
@@ -62,7 +52,7 @@ def decode_few(q, pool, source, block_offset, q_start, *, s_q, heads, v_width, s
         logit_cap=logit_cap,
         blocks=blocks,
     )
-    out, lse = call.launch()
+    out, lse = call.run()
     if queries == call.queries:
         return out, lse
     cut = lambda x: x.reshape(rows, call.queries, *x.shape[1:])[:, :queries]
@@ -88,10 +78,6 @@ class FewCall(Call):
         return self.q.shape[1]
 
     @property
-    def width(self) -> int:
-        return self.q.shape[2]
-
-    @property
     def single(self) -> bool:
         """Whether rows come one by one."""
         return mosaic_gather.needed(self.source)
@@ -113,31 +99,15 @@ class FewCall(Call):
         """Boxes of `_BOX` columns of V in which a tile arrives; one more has the columns behind V."""
         return self.v_width // _BOX
 
-    def launch(self):
+    def run(self):
         """(out, lse) of ``rows * queries`` lines."""
-        array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
-        inputs = len(self.ranges) + len(self.ids)
-        columns, width, queries, groups = self.columns, self.width, self.queries, self.groups
-
-        def body(q, pool, offset, *rest):
-            ranges, ids = rest[: len(self.ranges)], rest[len(self.ranges) : inputs]
-            outputs, scratch = rest[inputs : inputs + 5], rest[inputs + 5 :]
-            block = FewBlock(self, _SLOTS, q, pool, offset, ranges, ids, *outputs, *scratch[:5])
-            _kernel(block, *scratch[5:])
-
-        launch = plgpu.kernel(
-            body,
-            out_type=[
-                array((self.rows * queries, self.v_width), jnp.bfloat16),
-                array((self.rows * queries,), jnp.float32),
-                array((2, 2 * groups * queries, self.v_width), jnp.bfloat16),
-                array((2 * groups * queries,), jnp.float32),
-                array((self.rows if self.leads_by_row else groups, 3), jnp.int32),
-            ],
-            grid=(groups, 1),
-            grid_names=("group", "q_tile"),
+        barrier, columns, width, lines = plgpu.Barrier, self.columns, self.width, self.groups * self.queries
+        return self.launch(
+            _kernel,
+            FewBlock,
+            part=jax.ShapeDtypeStruct((2, 2 * lines, self.v_width), jnp.bfloat16),
             num_threads=4,
-            thread_name="role",
+            slots=_SLOTS,
             scratch_types=[
                 plgpu.SMEM((_SLOTS, self.v_boxes, TILE, _BOX), jnp.bfloat16, transforms=_TILED),
                 barrier(num_arrivals=self.loads, num_barriers=_SLOTS * (self.v_boxes + 1)),
@@ -155,18 +125,9 @@ class FewCall(Call):
                 barrier(),
                 barrier(num_arrivals=2),
             ],
-            # What threads write to shared memory others read behind a barrier of ours: Pallas need not add its own around
-            # every load and store.
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-            ),
-        )
-        pool = self.pool.reshape(-1, width) if self.single else self.pool
-        out, lse, part, part_lse, leads = launch(self.q, pool, self.block_offset, *self.ranges, *self.ids)
-        # 16 parts a row or fewer: less code, which is what a kernel this short waits for.
-        unroll = 2 if groups // self.rows <= 16 else 8
-        return mosaic_merge.merge(
-            out, lse, part, part_lse, leads, queries=queries, groups=groups, unroll=unroll
+            pool=self.pool.reshape(-1, width) if self.single else None,
+            # 16 parts a row or fewer: less code, which is what a kernel this short waits for.
+            unroll=2 if self.groups // self.rows <= 16 else 8,
         )
 
 
@@ -197,37 +158,15 @@ class FewBlock(Block):
         stream = {}
         if isinstance(call.source, TokenStream):
             stream = {"indptr_ref": self.ids[1], "capacity": self.ids[0].shape[0]}
-        plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
-        mosaic_schedule.find_share(
-            self.ranges,
-            call.rows,
-            self.group,
-            call.groups,
-            self.share_smem,
-            width_tokens=call.width_tokens,
-            s_q=call.s_q,
-            overhead=_ROW,
-            **stream,
-        )
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.share_ready)
-        plgpu.set_max_registers(40, action="decrease")
+        self.begin_loading(registers=40, overhead=_ROW, **stream)
 
         def segment(b, start, stop, first_tile, tiles, carry):
             n, k = carry
             kv_first, kv_stop = self.visible(b)
-            first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
+            blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
             q_slot = lax.rem(k, _SLOTS)
             pl.when(k >= _SLOTS)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
             plgpu.copy_gmem_to_smem(self.q.at[b], q_smem.at[q_slot], q_ready.at[q_slot])
-
-            def blocks_of(tile):
-                column = lax.div((first_tile + tile) * TILE, page_size)
-                # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
-                return tuple(
-                    self._block_of(b, jnp.clip(column + j, first_column, last_column))
-                    for j in range(call.loads)
-                )
 
             def free_boxes(n):
                 slot = lax.rem(n, _SLOTS)

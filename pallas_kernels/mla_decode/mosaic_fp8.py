@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import paged_mosaic
-from pallas_kernels.mla_decode.mosaic_fp8_block import Call
+from pallas_kernels.mla_decode.mosaic_fp8_block import Fp8Call
 from pallas_kernels.mla_decode.mosaic_fp8_few import decode_few
 from pallas_kernels.mla_decode.mosaic_fp8_many import decode_many
 from pallas_kernels.read_source import ReadSource
@@ -62,7 +62,7 @@ def mla_decode_mosaic_fp8(
     paged_mosaic.decline_latent(s_q, heads, v_width, columns, config.blocks)
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
-    call = Call(
+    call = Fp8Call(
         q=q.reshape(rows * queries, qk_width),
         pool=buffer.reshape(-1, source.page_size, row_width),
         source=source,

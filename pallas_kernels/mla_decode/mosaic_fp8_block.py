@@ -1,10 +1,7 @@
-"""What the MLA decode kernels with transposed products share (both for fp8 and `mosaic_few`): the numbers of a call, and a
-thread block's work on its part of the batch.
-"""
+"""What both fp8 MLA decode kernels share: rows of e4m3 with their scales, in shared memory and out of it."""
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +9,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_block import COLUMNS, Block, Call, down
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     prefetch_queries,
     scores_of,
@@ -21,29 +19,14 @@ from pallas_kernels.mla_decode.mosaic_fp8_registers import (
 )
 from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.read_source import VirtualPages
 
 MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)  # no written scale is smaller
-LOAD = 0  # role of the warpgroup that loads; the one behind it keeps the records
 BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 P_TILED = (
     plgpu.TilingTransform((8, 16)),
     plgpu.SwizzleTransform(32),
 )  # so that 16 tokens are a WGMMA's operand
-ACC = plgpu.Layout.WGMMA
-COLUMNS = ACC.reduce(0)  # layout of one value a column
 SMEM_BYTES = 224 << 10  # what tiles, q and P may take
-SLACK = 8.0  # P stays below 2**8
-MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
-
-
-def full(shape, value, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def down(x, like):
-    """One value a column, for every row of `like`."""
-    return lax.broadcast_in_dim(x, like.shape, [1])
 
 
 def across(x, like):
@@ -52,39 +35,8 @@ def across(x, like):
 
 
 @dataclass(frozen=True)
-class Call:
-    """Static numbers and operands of one call. q is [rows * queries, width], pool [blocks, page_size, row_bytes]."""
-
-    q: Any
-    pool: Any
-    source: Any
-    block_offset: Any
-    q_start: Any
-    rows: int
-    s_q: int
-    heads: int
-    columns: int  # query columns of a thread block
-    v_width: int
-    sm_scale: float
-    logit_cap: float | None
-    blocks: int  # thread blocks
-
-    @property
-    def queries(self) -> int:
-        return self.s_q * self.heads
-
-    @property
-    def q_tiles(self) -> int:
-        return -(-self.queries // self.columns)
-
-    @property
-    def groups(self) -> int:
-        """Groups of thread blocks; those of a group hold the query tiles of one share."""
-        return self.blocks // self.q_tiles
-
-    @property
-    def width(self) -> int:
-        return self.q.shape[1]
+class Fp8Call(Call):
+    """q is [rows * queries, width] in bf16, pool bytes [blocks, page_size, row_bytes]."""
 
     @property
     def row_bytes(self) -> int:
@@ -99,58 +51,14 @@ class Call:
         """Of the query columns in shared memory, in bytes: two terms of each, in rows as wide as the tile's."""
         return 2 * self.columns, self.row_bytes
 
-    @property
-    def loads(self) -> int:
-        """TMA copies of a tile."""
-        return TILE // min(self.source.page_size, TILE)
-
-    @property
-    def translate(self) -> bool:
-        return isinstance(self.source, VirtualPages)
-
-    @property
-    def ids(self) -> list:
-        source = self.source
-        return [source.req_to_page, source.row_ids, source.v2p] if self.translate else [source.table]
-
-    @property
-    def ranges(self) -> list:
-        return [self.source.kv_start, self.source.kv_end] + ([] if self.q_start is None else [self.q_start])
-
-    @property
-    def width_tokens(self) -> int:
-        """Positions that a row of the table holds."""
-        return min(self.ids[0].shape[1] * self.source.page_size, 2**31 - TILE)
-
-    @property
-    def leads_by_row(self) -> bool:
-        """Whether the table of rows that are cut has a line a row: the shorter one."""
-        return self.rows < self.groups
-
     def run(self, kernel, *, num_threads: int, slots: int, readers: int, scratch_types):
-        """Launches ``kernel(block, *scratch)`` and the merge. `readers`: warpgroups that free a slot of the ring."""
-        array = jax.ShapeDtypeStruct
-        inputs = len(self.ranges) + len(self.ids)
-
-        def body(q, pool, offset, *rest):
-            ranges, ids = rest[: len(self.ranges)], rest[len(self.ranges) : inputs]
-            outputs, scratch = rest[inputs : inputs + 5], rest[inputs + 5 :]
-            block = Block(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5])
-            kernel(block, *scratch[5:])
-
-        launch = plgpu.kernel(
-            body,
-            out_type=[
-                array((self.rows * self.queries, self.v_width), jnp.bfloat16),
-                array((self.rows * self.queries,), jnp.float32),
-                array((2 * self.groups * self.queries, self.v_width), jnp.float32),
-                array((2 * self.groups * self.queries,), jnp.float32),
-                array((self.rows if self.leads_by_row else self.groups, 3), jnp.int32),
-            ],
-            grid=(self.groups, self.q_tiles),
-            grid_names=("group", "q_tile"),
+        """(out, lse) of ``rows * queries`` lines by ``kernel(block, *scratch)``. `readers`: warpgroups that free a slot."""
+        return self.launch(
+            kernel,
+            Fp8Block,
+            part=jax.ShapeDtypeStruct((2 * self.groups * self.queries, self.v_width), jnp.float32),
             num_threads=num_threads,
-            thread_name="role",
+            slots=slots,
             scratch_types=[
                 plgpu.SMEM((slots, TILE, self.row_bytes), jnp.uint8, transforms=BYTES),
                 plgpu.Barrier(num_arrivals=self.loads, num_barriers=slots),
@@ -159,124 +67,21 @@ class Call:
                 plgpu.Barrier(),
                 *scratch_types,
             ],
-            # What threads write to shared memory others read behind a barrier of ours: Pallas need not add its own around
-            # every load and store.
-            compiler_params=plgpu.CompilerParams(
-                approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
-            ),
         )
-        out, lse, part, part_lse, leads = launch(
-            self.q, self.pool, self.block_offset, *self.ranges, *self.ids
-        )
-        return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=self.queries, groups=self.groups)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Inside the kernel: refs of a thread block, and its loops."""
-
-    call: Call
-    slots: int  # of the ring of KV tiles
-    q: Any
-    pool: Any
-    offset: Any
-    ranges: Any
-    ids: Any
-    out: Any
-    lse: Any
-    part: Any
-    part_lse: Any
-    leads: Any
-    kv_smem: Any
-    kv_ready: Any
-    kv_free: Any
-    share_smem: Any
-    share_ready: Any
-
-    @property
-    def group(self):
-        return lax.axis_index("group")
-
-    @property
-    def q_tile(self):
-        return lax.axis_index("q_tile")
-
-    @property
-    def role(self):
-        return lax.axis_index("role")
-
-    @property
-    def live(self):
-        """Query columns that there are."""
-        return jnp.minimum(self.call.queries - self.q_tile * self.call.columns, self.call.columns)
-
-    def line(self, of):
-        """First line of this query tile in row, or slot of partials, `of`."""
-        return of * self.call.queries + self.q_tile * self.call.columns
-
-    def visible(self, b):
-        """(first, end) of the KV positions that some query of row b sees."""
-        stop = jnp.minimum(self.ranges[1][b], self.call.width_tokens)
-        if self.call.q_start is not None:
-            stop = jnp.minimum(stop, self.ranges[2][b] + self.call.s_q)
-        return jnp.maximum(self.ranges[0][b], 0), stop
-
-    def q_position(self, b):
-        """Position of row b's first query."""
-        if self.call.q_start is None:
-            return self.ranges[1][b] - self.call.s_q
-        return self.ranges[2][b]
-
-    def get_share(self):
-        plgpu.barrier_wait(self.share_ready)
-        return mosaic_schedule.read_share(self.share_smem)
-
-    def for_segments(self, share, run, carry):
-        """Calls run(b, tile_start, tile_stop, first_tile, tiles, carry) for each part of a row in this share."""
-
-        def visit(b, carry):
-            first_tile, tiles = mosaic_schedule.tile_range(*self.visible(b))
-            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
-            return lax.cond(
-                stop > start, lambda n: run(b, start, stop, first_tile, tiles, n), lambda n: n, carry
-            )
-
-        return lax.fori_loop(share.first, jnp.minimum(share.last + 1, self.call.rows), visit, carry)
-
-    def destination(self, start, stop, tiles):
-        """(whether the row is whole here, slot of its partial otherwise)."""
-        slot = jnp.where(start == 0, self.call.groups + self.group, self.group)
-        return (start == 0) & (stop == tiles), slot
+class Fp8Block(Block):
+    call: Fp8Call
 
     def load(self) -> None:
         """The warpgroup that finds the share and loads its tiles by TMA."""
         call, page_size = self.call, self.call.source.page_size
         load_rows = TILE // call.loads
-        plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
-        mosaic_schedule.find_share(
-            self.ranges,
-            call.rows,
-            self.group,
-            call.groups,
-            self.share_smem,
-            width_tokens=call.width_tokens,
-            s_q=call.s_q,
-        )
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.share_ready)
-        plgpu.set_max_registers(24, action="decrease")
+        self.begin_loading(registers=24)
 
         def segment(b, start, stop, first_tile, tiles, n):
             kv_first, kv_stop = self.visible(b)
-            first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
-
-            def blocks_of(tile):
-                column = lax.div((first_tile + tile) * TILE, page_size)
-                # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
-                return tuple(
-                    self._block_of(b, jnp.clip(column + j, first_column, last_column))
-                    for j in range(call.loads)
-                )
+            blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
 
             def one(i, carry):
                 n, blocks = carry
@@ -295,29 +100,6 @@ class Block:
             return lax.fori_loop(start, stop, one, (n, blocks_of(start)))[0]
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, jnp.int32(0))
-
-    def _block_of(self, b, column):
-        """Block of the pool that holds page `column` of row b; the padding page's for an id that names nothing."""
-        if self.call.translate:
-            requests, row_ids, v2p = self.ids
-            page = requests[jnp.clip(row_ids[b], 0, requests.shape[0] - 1), column]
-            page = jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)
-            entry = jnp.maximum(v2p[page], 0) * self.call.source.blocks_per_page
-        else:
-            entry = self.ids[0][b, column]
-        block = entry + self.offset[0]
-        good = (entry >= 0) & (block >= 0) & (block < self.pool.shape[0])
-        return jnp.where(good, block, self.offset[0])
-
-    def mask(self, s, position, kv_first, kv_stop, q_position):
-        """Scores [TILE, columns] of the tile at `position`, -inf where a query does not see the token."""
-        call = self.call
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + position
-        keep = (token >= kv_first) & (token < kv_stop)
-        if call.s_q > 1:
-            query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC) + self.q_tile * call.columns
-            keep &= token <= q_position + lax.div(query, call.heads)
-        return jnp.where(keep, s, -jnp.inf)
 
     def exponents(self, slot, q_smem, unit_smem, position, seen):
         """(base-2 exponents of P^T [TILE, columns] with the token's scale in them, 1 / scale of each token).
@@ -350,50 +132,3 @@ class Block:
         edge = tail | ((position + TILE > q_position + 1) if call.s_q > 1 else False)
         s = lax.cond(edge, lambda s: self.mask(s, position, *seen), lambda s: s, s)
         return s, inverse
-
-    @staticmethod
-    def is_tail(position, kv_first, kv_stop):
-        """Whether some row of the tile at `position` is outside what the row of the batch sees."""
-        return (position < kv_first) | (position + TILE > kv_stop)
-
-    def begin_records(self, share) -> None:
-        """Where this share starts rows that see nothing, and which rows it cuts. For the warpgroup after the loading one."""
-        if not self.call.leads_by_row:
-            b = jnp.minimum(share.last, self.call.rows - 1)
-            _, tiles = mosaic_schedule.tile_range(*self.visible(b))
-            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
-            leads = (share.last < self.call.rows) & (stop > 0) & (stop < tiles) & (start == 0)
-            self._write_lead(self.group, jnp.where(leads, b, -1), self._last_group(share, tiles))
-
-        @pl.loop(share.first, jnp.minimum(share.last + 1, self.call.rows))
-        def visit(b):
-            _, tiles = mosaic_schedule.tile_range(*self.visible(b))
-            pl.when((tiles == 0) & mosaic_schedule.owns_start(share, b))(lambda: self._write_nothing(b))
-
-    def record(self, share, b, start, stop, tiles) -> None:
-        """Of a segment, as `begin_records`."""
-        if self.call.leads_by_row:
-            row = jnp.where(stop < tiles, b, -1)
-            pl.when(start == 0)(lambda: self._write_lead(b, row, self._last_group(share, tiles)))
-
-    def _last_group(self, share, tiles):
-        return lax.div(mosaic_schedule.row_end(share, self.group, tiles) - 1, share.size)
-
-    def _write_lead(self, index, row, last) -> None:
-        """Tells the merge that the parts of `row`, or of none if -1, lie in this group and those to `last`."""
-
-        @pl.when(self.q_tile == 0)
-        def write():
-            self.leads[index, 0], self.leads[index, 1], self.leads[index, 2] = row, self.group, last
-
-    def _write_nothing(self, b) -> None:
-        if self.call.leads_by_row:
-            self._write_lead(b, jnp.int32(-1), self.group)
-        width = self.call.v_width
-
-        @pl.loop(0, self.live)
-        def fill(i):
-            self.out[self.line(b) + i] = plgpu.layout_cast(
-                jnp.zeros((width,), jnp.bfloat16), plgpu.Layout.WG_STRIDED((width,), width // 128)
-            )
-            self.lse[self.line(b) + i] = jnp.float32(jnp.inf)

@@ -12,20 +12,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.mosaic_fp8_block import (
-    ACC,
-    BYTES,
-    COLUMNS,
-    LOAD,
-    MASKED,
-    P_TILED,
-    SLACK,
-    SMEM_BYTES,
-    Block,
-    Call,
-    down,
-    full,
-)
+from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, down, full
+from pallas_kernels.mla_decode.mosaic_fp8_block import BYTES, P_TILED, SMEM_BYTES, Fp8Block, Fp8Call
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     add_values,
     add_weights,
@@ -42,7 +30,7 @@ from pallas_kernels.mla_decode.mosaic_schedule import TILE
 _FIRST, _CONSUMERS = 1, 2
 
 
-def decode_few(call: Call):
+def decode_few(call: Fp8Call):
     """(out, lse) of ``rows * queries`` lines. `call.columns` is 16 or 32."""
     columns = call.columns
     room = SMEM_BYTES - 2 * columns * call.row_bytes - _CONSUMERS * 2 * TILE * columns
@@ -63,7 +51,7 @@ def decode_few(call: Call):
     )
 
 
-def _kernel(block: Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, met) -> None:
+def _kernel(block: Fp8Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem, met) -> None:
     call, role = block.call, block.role
     columns, v_blocks = call.columns, call.v_width // 64
     first, second = role == _FIRST, role != _FIRST

@@ -11,20 +11,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode.mosaic_fp8_block import (
-    ACC,
-    BYTES,
-    COLUMNS,
-    LOAD,
-    MASKED,
-    P_TILED,
-    SLACK,
-    SMEM_BYTES,
-    Block,
-    Call,
-    down,
-    full,
-)
+from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, down, full
+from pallas_kernels.mla_decode.mosaic_fp8_block import BYTES, P_TILED, SMEM_BYTES, Fp8Block, Fp8Call
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     add_values,
     add_weights,
@@ -41,7 +29,7 @@ _P_SLOTS = 2
 _AT_ONCE = 2  # blocks of O^T: more fragments of V do not fit the registers
 
 
-def decode_many(call: Call):
+def decode_many(call: Fp8Call):
     """(out, lse) of ``rows * queries`` lines. `call.columns` is 64."""
     columns = call.columns
     room = SMEM_BYTES - 2 * columns * call.row_bytes - _P_SLOTS * 2 * TILE * columns
@@ -65,7 +53,16 @@ def decode_many(call: Call):
 
 
 def _kernel(
-    block: Block, q_smem, p_smem, factor_smem, decays_smem, scratch_smem, p_ready, p_free, end_ready, end_free
+    block: Fp8Block,
+    q_smem,
+    p_smem,
+    factor_smem,
+    decays_smem,
+    scratch_smem,
+    p_ready,
+    p_free,
+    end_ready,
+    end_free,
 ) -> None:
     call, role = block.call, block.role
     columns, half = call.columns, call.v_width // 2

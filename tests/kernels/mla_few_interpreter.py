@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_few, mosaic_fp8_block, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_few, mosaic_schedule
 from tests.kernels import mla_interpreter
 from tests.kernels.mla_case import make_case
 
@@ -38,7 +38,6 @@ def reduce_columns(scores, _, largest):
 
 def main() -> None:
     mla_interpreter.substitute(mosaic_few, add_products)
-    mla_interpreter.substitute(mosaic_fp8_block, None)
     # Right for any price of a row.
     mosaic_schedule.find_share = lambda *args, overhead, **options: mla_interpreter.find_share(
         *args, **options
