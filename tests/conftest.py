@@ -35,6 +35,13 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
+def ptxas_reports(tmp_path, monkeypatch):
+    """A function that returns what ptxas said of each Mosaic kernel compiled since the test began."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+    return lambda: [path.read_text() for path in tmp_path.glob("*.ptxas")]
+
+
+@pytest.fixture
 def named_for_hopper(monkeypatch):
     """Named implementations find the device that they need: for what they refuse before they compile."""
     from pallas_kernels import implementations

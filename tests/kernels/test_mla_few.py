@@ -28,14 +28,13 @@ def test_kernel_in_the_interpreter():
     ],
     ids=["32", "24", "16, virtual ids", "3, half as wide, pages of 8", "drafts of 8"],
 )
-def test_compiles_without_spills_or_serialization(heads, options, tmp_path, monkeypatch):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
+def test_compiles_without_spills_or_serialization(heads, options, ptxas_reports):
     options = {"delivery": "table", "page_size": 64, "s_q": 1, "v_width": 512, "logit_cap": None} | options
     width = options["v_width"] + 64
     program = compile_mla(
         64, heads, pool_blocks=1000, row_bytes=2 * width, kv_dtype="bfloat16", row_width=width, sm_scale=0.1, **options
     )  # fmt: skip
-    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    reports = ptxas_reports()
     assert len(reports) == sum(thunk.kind == "kCustomCall" for thunk in program.launches) == 2
     for report in reports:
         assert " 0 bytes spill stores" in report

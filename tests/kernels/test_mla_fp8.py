@@ -257,11 +257,10 @@ def test_fits_the_gpu(rows, heads, options):
 @pytest.mark.deviceless
 @requires_plugin
 @pytest.mark.parametrize("heads", [32, 64])
-def test_products_run_side_by_side(heads, tmp_path, monkeypatch):
+def test_products_run_side_by_side(heads, ptxas_reports):
     """For want of registers ptxas waits after each WGMMA."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     compiled(64, heads)
-    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    reports = ptxas_reports()
     assert any("Used" in report for report in reports)
     assert not any("serialized" in report or "warpgroup.wait is injected" in report for report in reports)
 

@@ -112,11 +112,10 @@ def compiled(rows, heads, delivery, page_size, s_q=1, pool_blocks=1000, v_width=
         (300, 16, "table", 1, 1),
     ],
 )
-def test_compiles_for_the_gpu(rows, heads, delivery, page_size, s_q, tmp_path, monkeypatch):
+def test_compiles_for_the_gpu(rows, heads, delivery, page_size, s_q, ptxas_reports):
     """In budget, and no WGMMA waits for the one before, as ptxas makes it for want of registers."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     compiled(rows, heads, delivery, page_size, s_q)
-    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    reports = ptxas_reports()
     assert any("Used 128 registers" in report for report in reports)
     assert not any("serialized" in report for report in reports)
 

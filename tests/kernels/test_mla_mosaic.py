@@ -52,11 +52,10 @@ def test_fits_the_gpu(rows, heads, options):
 @pytest.mark.deviceless
 @requires_plugin
 @pytest.mark.parametrize("rows, heads", [(64, 64), (64, 128), (66, 128)])  # the last hands P over late
-def test_products_run_side_by_side(rows, heads, tmp_path, monkeypatch):
+def test_products_run_side_by_side(rows, heads, ptxas_reports):
     """For want of registers, or in a branch that it takes for divergent, ptxas waits after each WGMMA: a third slower."""
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(tmp_path))
     compiled(rows, heads)
-    reports = [path.read_text() for path in tmp_path.glob("*.ptxas")]
+    reports = ptxas_reports()
     assert any("Used 128 registers" in report for report in reports)
     assert not any("serialized" in report for report in reports)
 
