@@ -47,9 +47,10 @@ def run(implementation: str, case: Case, delivery: str = "table", **kwargs):
 
 
 def check(case: Case, implementation: str, out, lse) -> None:
-    """Hopper's tensor cores add products of e4m3 in about 14 bits: lse was off by up to 6.6e-4 of its size on an H200."""
-    fp8 = case.options["kv_dtype"] == jnp.float8_e4m3fn
-    case.check(out, lse, lse_rtol=1e-3 if fp8 and implementation == "mosaic" else 0.0)
+    """Hopper's tensor cores add products of e4m3 in about 14 bits: with the two sums a score that there is room for up to 32
+    query lines, lse was off by up to 6.6e-4 of its size on an H200."""
+    two_sums = case.options["kv_dtype"] == jnp.float8_e4m3fn and case.q.shape[1] * case.q.shape[2] <= 32
+    case.check(out, lse, lse_rtol=1e-3 if two_sums and implementation == "mosaic" else 0.0)
 
 
 @every_kernel
