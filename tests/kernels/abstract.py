@@ -59,3 +59,9 @@ MLA_DECLINES = [
     ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
     ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
 ]
+
+
+def check_side_by_side(ptxas_reports: list[str]) -> None:
+    """ptxas did not make a WGMMA wait for the one before it, as for want of registers, or in a branch it takes for divergent."""
+    assert any("Used 128 registers" in report for report in ptxas_reports)
+    assert not any("serialized" in report for report in ptxas_reports)
