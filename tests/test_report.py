@@ -79,11 +79,19 @@ def test_gqa_prefill_stands_beside_what_was_measured():
         row
         | {"times": {"triton": t, "triton, virtual ids": t | {"us": 13.0}, "cuDNN, dense": t | {"us": 10.0}}},
         row | {"cached": 99, "window": 7, "times": {"triton": t, "xla": t | {"us": 120.0}}},
+        row | {"sinks": True, "bias": 9, "times": {"mosaic": t | {"us": 6.0}, "triton": t}},
     ]
     results = {"gqa_prefill": dict(card="CARD", date="DATE", versions={"jax": "1"}, rows=rows)}
     lines = report.gqa_prefill(results).splitlines()
-    assert "| 2 x 64 after 0, 8 / 2 x 64 | 12.0 | 321 | 13.0 | 10.0 | 1.20 |  |  | 2.0e-03 |" in lines
-    assert "| 2 x 64 after 99, 8 / 2 x 64, window 7 | 12.0 | 321 |  |  |  | 120.0 | 0.10 | 2.0e-03 |" in lines
+    assert "| 2 x 64 after 0, 8 / 2 x 64 | 12.0 | 321 | 13.0 | 10.0 | 1.20 |  |  |  |  | 2.0e-03 |" in lines
+    assert (
+        "| 2 x 64 after 99, 8 / 2 x 64, window 7 | 12.0 | 321 |  |  |  | 120.0 | 0.10 |  |  | 2.0e-03 |"
+        in lines
+    )
+    assert (
+        "| 2 x 64 after 0, 8 / 2 x 64, sinks, bias of 9 | 6.00 | 321 |  |  |  |  |  | 12.0 | 0.50 | 2.0e-03 |"
+        in lines
+    )
     assert (
         "| GQA prefill | cuDNN over dense K and V | 1.20 | 1.20 to 1.20 | 1 |"
         in report.summary(results).splitlines()
