@@ -441,7 +441,7 @@ def _decode(
                     if not late:
                         hand_over(n.slot)
                     # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
-                    # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
+                    # then loses its rounding, up to 2**-8, where the subtrahend is another token's score.
                     return new_peak, total * decay + widen(p).sum(axis=1), step(n)
 
                 peak, total, n = lax.fori_loop(

@@ -21,6 +21,7 @@ from pallas_kernels.gather_translate import (
     translate_write_locs,
 )
 from tests.kernels.emulation import IMPLEMENTATIONS, run
+from tests.kernels.paged_case import CAPTURED
 
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 POISON = -777
@@ -424,7 +425,7 @@ def test_replays_of_a_captured_step():
         ids, read = fill_packed_read_stream(words, v2p, lengths, indptr, out=ids, **options)
         return table, ids, tokens, read, translate_write_locs(locs, v2p, live=live, **options)
 
-    step = jax.jit(step, donate_argnums=(0, 1), compiler_options={"xla_gpu_graph_min_graph_size": 1})
+    step = jax.jit(step, donate_argnums=(0, 1), compiler_options=CAPTURED)
     table = jnp.full((rows, pages), POISON, jnp.int32)
     ids = jnp.full((rows * pages * ps,), POISON, jnp.int32)
     for batch in (8, 3, 8, 1, 8):

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import device
 from pallas_kernels.gqa_decode import KVScales, gqa_decode, merge_partials
 from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
 from tests.kernels.gqa_case import Case, make_case
+from tests.kernels.paged_case import CAPTURED
 
 IMPLEMENTATIONS = [
     "xla",
@@ -82,6 +84,29 @@ def test_groups(implementation, heads, kv_heads):
 def test_head_dims(implementation, head_dim, v_head_dim):
     case = problem(implementation, EDGES, head_dim=head_dim, v_head_dim=v_head_dim)
     case.check(*run(implementation, case))
+
+
+# Attention of published models: config.json of Qwen3.5-0.8B, Falcon-H1-1.5B, gpt-oss-20b (full and sliding), gemma-4-E2B
+# (sliding and full) and Inkling-Small.
+PUBLISHED = {
+    "qwen3.5": dict(heads=8, kv_heads=2, head_dim=256),
+    "falcon-h1": dict(heads=8, kv_heads=2, head_dim=128),
+    "gpt-oss": dict(heads=64, kv_heads=8, head_dim=64, sinks=True),
+    "gpt-oss-sliding": dict(heads=64, kv_heads=8, head_dim=64, sinks=True, window=128),
+    "gemma-4-sliding": dict(heads=8, kv_heads=1, head_dim=256, window=512),
+    "gemma-4": dict(heads=8, kv_heads=1, head_dim=512),
+    "inkling": dict(heads=32, kv_heads=8, head_dim=128, bias_extent=1024),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_published_models_take_the_mosaic_kernel(model):
+    """From untranslated ids, as the step reads them. Nothing is skipped: on Hopper these may not be declined."""
+    if device.target() != ("cuda", (9, 0)):
+        pytest.skip("no Hopper GPU")
+    case = problem("mosaic", [0, 1, 63, 64, 65, 700], page_size=64, **PUBLISHED[model])
+    case.check(*case.run("mosaic", "virtual"))
 
 
 def test_k_then_v_rows_of_one_width(implementation):
@@ -242,19 +267,23 @@ def test_block_offsets_are_run_time_operands(implementation):
     assert program._cache_size() == 1
 
 
-def test_small_batch_after_a_large_one(implementation):
-    """One program of 8 lanes, of which 8, 3, 8, 1 are live: lanes past the batch have length 0 and absurd ids."""
+@pytest.mark.parametrize("delivery", ["table", "virtual"])
+def test_small_batch_after_a_large_one(implementation, delivery):
+    """One program of 8 lanes, on a GPU a captured one, of which 8, 3, 8, 1, 8 are live: lanes past the batch have length 0
+    and absurd ids."""
     case = problem(implementation, [65, 1, 130, 64, 128, 7, 63, 90], window=70)
-    serves(implementation, case)
-    program = jax.jit(partial(gqa_decode, implementation=implementation, **case.options))
-    for live in (8, 3, 8, 1):
+    serves(implementation, case, delivery)
+    program = jax.jit(
+        partial(gqa_decode, implementation=implementation, **case.options), compiler_options=CAPTURED
+    )
+    for live in (8, 3, 8, 1, 8):
         lanes = np.arange(8) < live
         part = dataclasses.replace(
             case,
             kv_end=np.where(lanes, case.kv_end, 0).astype(np.int32),
             pages=np.where(lanes[:, None], case.pages, ABSURD[1]),
         )
-        arrays = jnp.asarray(part.q), jnp.asarray(part.pool), part.source("table")
+        arrays = jnp.asarray(part.q), jnp.asarray(part.pool), part.source(delivery)
         out, lse = program(*arrays, jnp.int32(part.offsets[0]), jnp.int32(part.offsets[1]))
         part.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
     assert program._cache_size() == 1

@@ -17,6 +17,7 @@ from pallas_kernels.read_source import PageTable, VirtualPages
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
 from tests.kernels.mla_case import Case, make_case, must_serve
+from tests.kernels.paged_case import CAPTURED
 
 gpu = pytest.mark.gpu
 every_implementation = pytest.mark.parametrize(
@@ -100,6 +101,18 @@ def test_queries_are_causal(implementation, kv_dtype, s_q):
     """Lengths below s_q too: the first queries then sit before the first token and see nothing."""
     case = make_case([0, 1, 2, 5, 8, 64, 67, 129], heads=4, s_q=s_q, kv_dtype=kv_dtype)
     check(case, implementation, *run(implementation, case))
+
+
+@gpu
+@every_kernel
+@pytest.mark.parametrize("heads, s_q", [(9, 7), (31, 8), (63, 3), (126, 5), (128, 8)])
+def test_drafts_of_many_heads(implementation, kv_dtype, heads, s_q):
+    """Query lines that fill several tiles, the last one partly; deliveries give the same bits."""
+    case = make_case([0, 2, 8, 64, 67, 200], heads=heads, s_q=s_q, kv_dtype=kv_dtype)
+    results = run(implementation, case)
+    check(case, implementation, *results)
+    for a, b in zip(results, run(implementation, case, "virtual"), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @every_kernel
@@ -241,10 +254,14 @@ def test_block_offset_is_a_run_time_operand(implementation):
 
 
 @every_kernel
-def test_small_batch_after_a_large_one(implementation, kv_dtype):
-    """One program of 8 lanes, of which 8, 3, 8, 1, 8 are live: lanes past the batch have length 0 and absurd ids."""
+@pytest.mark.parametrize("delivery", ["table", "virtual"])
+def test_small_batch_after_a_large_one(implementation, kv_dtype, delivery):
+    """One program of 8 lanes, on a GPU a captured one, of which 8, 3, 8, 1, 8 are live: lanes past the batch have length 0
+    and absurd ids."""
     case = make_case([65, 1, 300, 64, 128, 7, 63, 90], heads=8, kv_dtype=kv_dtype)
-    program = jax.jit(partial(mla_decode, implementation=implementation, **case.options))
+    program = jax.jit(
+        partial(mla_decode, implementation=implementation, **case.options), compiler_options=CAPTURED
+    )
     for live in (8, 3, 8, 1, 8):
         lanes = np.arange(8) < live
         part = dataclasses.replace(
@@ -253,8 +270,8 @@ def test_small_batch_after_a_large_one(implementation, kv_dtype):
             pages=np.where(lanes[:, None], case.pages, ABSURD[1]),
         )
         q, pool = jnp.asarray(part.q), jnp.asarray(part.pool)
-        out, lse = program(q, pool, part.source("table"), jnp.int32(1))
-        part.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+        out, lse = program(q, pool, part.source(delivery), jnp.int32(1))
+        check(part, implementation, np.asarray(out, np.float64), np.asarray(lse, np.float64))
     assert program._cache_size() == 1
 
 
