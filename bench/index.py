@@ -1,4 +1,4 @@
-"""Index operations: read tables, token streams, write locations, bind and tombstone.
+"""Index operations: read tables, token streams, write locations, bind and tombstone, reserve and release.
 
 Rows of 8k and 131k tokens, lengths drawn from [seq / 2, seq], pages scattered over the pool; B = 7, the MLA layers of
 Kimi-Linear-48B. Every candidate is checked against NumPy before it is timed. SGLang's kernels read a token-granular
@@ -6,7 +6,7 @@ request table and an int64 v2p; ours are timed on that request table ("token") a
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,9 @@ from pallas_kernels.gather_translate import (
     fill_read_table,
     translate_write_locs,
 )
+from ukv_jax import pool, requests
+from ukv_jax.layout import MLASpec, UnifiedLayout
+from ukv_jax.pool import PoolState
 
 BLOCKS_PER_PAGE = 7
 SHAPES = [
@@ -220,10 +223,54 @@ def bench_pages(lanes: int, iters: int, peers) -> list[dict[str, Any]]:  # type:
     ]
 
 
+def bench_requests(lanes: int, iters: int, peers) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
+    """The pool's own operations, of which bind and tombstone are parts: one page more for each of `lanes` requests, and
+    the end of `lanes` requests that hold one page each. In place on a pool of one kind."""
+    calls = iters + 10  # the timer's warm-up among them
+    layout = UnifiedLayout.from_bytes(
+        (MLASpec(1, 512, 64, "bfloat16"),),
+        total_bytes=(lanes * calls + 64) * 64 * 1152,
+        page_size=64,
+        max_requests=lanes,
+        max_tokens=64 * calls,
+    )
+    rows = jnp.arange(lanes, dtype=jnp.int32)
+    reserve = jax.jit(partial(requests.reserve, pages_per_row=1), donate_argnums=0)
+    release = jax.jit(requests.release, donate_argnums=0)
+
+    def held(state: PoolState) -> int:
+        return int(jnp.sum(state.requests.page_count))
+
+    state, answer = reserve(pool.init(layout), rows, jnp.full(lanes, 64, jnp.int32))
+    assert bool(answer.granted.all())
+    assert held(state) == lanes
+    # A state is given away by the call that changes it, so each call that is timed has one of its own.
+    small = replace(state, buffer=jnp.zeros(0, jnp.uint8))
+    spare = [jax.tree.map(jnp.copy, small) for _ in range(calls)]
+    last, ended = release(spare.pop(), rows)
+    assert bool(ended.all())
+    assert held(last) == 0
+    kept, targets = [state], iter([jnp.full(lanes, 64 * n, jnp.int32) for n in range(2, calls + 2)])
+
+    def grow() -> Any:
+        kept[0], answer = reserve(kept[0], rows, next(targets))
+        return answer
+
+    def end() -> Any:
+        return release(spare.pop(), rows)[1]
+
+    times = {
+        name: timing.measure({"pool": call}, iters, peers)
+        for name, call in (("reserve", grow), ("release", end))
+    }
+    assert held(kept[0]) >= lanes * (iters + 1)
+    return [dict(operation=name, lanes=lanes, times=timing.flat(t)) for name, t in times.items()]
+
+
 def show(row: dict[str, Any]) -> None:
     where = " ".join(f"{k} {v}" for k, v in row.items() if k not in ("operation", "times"))
     print(f"{row['operation']:<10}{where}")
-    best = row["times"]["mosaic"]["us"]
+    best = row["times"].get("mosaic", row["times"].get("pool"))["us"]
     for name, t in row["times"].items():
         print(
             f"    {name:<18}{t['us']:>9.2f} us  x{t['us'] / best:.2f}  {t['launches']} launches", flush=True
@@ -245,6 +292,7 @@ def main(argv: list[str]) -> None:
         show(rows[-1])
     for lanes in (256,):
         rows += bench_pages(lanes, options.iters, peers)
-        for row in rows[-2:]:
+        rows += bench_requests(lanes, options.iters, peers)
+        for row in rows[-4:]:
             show(row)
     timing.write(options.json, timing.record("index", rows, peers))
