@@ -154,26 +154,32 @@ class Batch:
         return np.concatenate([rng.permutation(ids) if shuffled else ids for ids in rows])
 
     @cached_property
-    def sources(self) -> dict[str, ReadSource]:
-        """Name of a form -> the same rows of the pool, delivered in it."""
+    def forms(self) -> list[tuple[str, ReadSource, str, Callable[..., jax.Array], dict[str, Any]]]:
+        """Name of a candidate, the same rows delivered its way, implementation, what draws its pool, options."""
         start = jnp.asarray(np.zeros(self.shape.rows, np.int32))
         end = jnp.asarray(self.lengths, jnp.int32)
         table = PageTable(jnp.asarray(self.entries), start, end, page_size=PAGE_SIZE)
+        by_table = [
+            ("ours", table, "mosaic", draw_pool, OPTIONS),
+            (FP8, table, "mosaic", draw_fp8_pool, FP8_OPTIONS),
+        ]
         if not self.shape.all_forms:
-            return {"ours": table}
+            return by_table
         requests = np.empty_like(self.virtual)
         requests[self.row_ids] = self.virtual
+        virtual = VirtualPages(
+            jnp.asarray(requests), jnp.asarray(self.row_ids), jnp.asarray(self.v2p), start, end,
+            page_size=PAGE_SIZE, blocks_per_page=1,
+        )  # fmt: skip
         indptr = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int32)
-        return {
-            "ours": table,
-            "ours, virtual ids": VirtualPages(
-                jnp.asarray(requests), jnp.asarray(self.row_ids), jnp.asarray(self.v2p), start, end,
-                page_size=PAGE_SIZE, blocks_per_page=1,
-            ),
-            "ours, page size 1": TokenStream(
-                jnp.asarray(self.stream(shuffled=True)), jnp.asarray(indptr), start, end, page_size=1
-            ),
-        }  # fmt: skip
+        ids = jnp.asarray(self.stream(shuffled=True))
+        stream = TokenStream(ids, jnp.asarray(indptr), start, end, page_size=1)
+        return [
+            *by_table,
+            ("ours, virtual ids", virtual, "mosaic", draw_pool, OPTIONS),
+            ("ours, page size 1", stream, "mosaic", draw_pool, OPTIONS),
+            ("ours, page size 1, Triton", stream, "triton", draw_pool, OPTIONS),
+        ]
 
     @cached_property
     def queries(self) -> np.ndarray:
@@ -270,19 +276,10 @@ class Reference:
         return worst
 
 
-def compiled(
-    arguments: tuple[Any, ...], single_tokens: bool, options: dict[str, Any]
-) -> tuple[Callable[..., Any], str]:
-    """The compiled call for abstract (q, pool, source), and the implementation: by pages Mosaic's; by tokens Mosaic's too
-    if it takes them."""
-    for implementation in ("mosaic", "triton") if single_tokens else ("mosaic",):
-        call = jax.jit(partial(mla_decode, block_offset=0, implementation=implementation, **options))
-        try:
-            return call.lower(*arguments).compile(), implementation
-        except NotImplementedError:
-            if not single_tokens or implementation == "triton":
-                raise
-    raise AssertionError("unreachable: the last implementation returns or raises")
+def compiled(arguments: tuple[Any, ...], implementation: str, options: dict[str, Any]) -> Callable[..., Any]:
+    """The compiled call for abstract (q, pool, source)."""
+    call = jax.jit(partial(mla_decode, block_offset=0, implementation=implementation, **options))
+    return call.lower(*arguments).compile()
 
 
 def peer_calls(batch: Batch, q: jax.Array, pool: jax.Array, peers: Any) -> dict[str, Callable[[], Any]]:
@@ -328,9 +325,9 @@ def bench(
     calls: dict[str, Callable[[], Any]] = {}
     about: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
-    for name, source in (batch.sources | {FP8: batch.sources["ours"]}).items():
+    for name, source, implementation, *_ in batch.forms:
         try:
-            call, implementation = programs[name].result()
+            call = programs[name].result()
         except Exception as error:
             failures[name] = f"{type(error).__name__}: {error}"
         else:
@@ -399,12 +396,9 @@ def main(argv: list[str]) -> None:
             {
                 name: pool.submit(
                     compiled, abstract((batch.queries, jax.eval_shape(draw, batch.slots), source)),
-                    isinstance(source, TokenStream), form,
+                    implementation, options,
                 )
-                for name, source, draw, form in [
-                    *((name, source, draw_pool, OPTIONS) for name, source in batch.sources.items()),
-                    (FP8, batch.sources["ours"], draw_fp8_pool, FP8_OPTIONS),
-                ]
+                for name, source, implementation, draw, options in batch.forms
             }
             for batch in batches
         ]  # fmt: skip

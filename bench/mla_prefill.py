@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench import timing
+from pallas_kernels.mla_decode import MAX_DRAFT
 from pallas_kernels.mla_prefill import Rows, mla_extend, mla_prefill
 from pallas_kernels.read_source import PageTable
 
@@ -36,7 +37,7 @@ SHAPES = [
     (8, 2048, 128, False),
 ]
 # rows, new tokens of each, cached tokens of each, heads
-EXTENSIONS = [(16, 64, 8192, 32), (16, 256, 8192, 32)]
+EXTENSIONS = [(16, 8, 8192, 32), (16, 64, 8192, 32), (16, 256, 8192, 32)]
 
 
 def draw(rows: int, width: int, heads: int, ragged: bool, seed: int = 0) -> dict[str, jax.Array]:
@@ -164,7 +165,8 @@ def prepare_prefill(shape: tuple[int, int, int, bool], peers: Any) -> Problem:
 
 
 def prepare_extend(shape: tuple[int, int, int, int], peers: Any) -> Problem:
-    """Both forms of reading the prefix, on the same problem; each must agree with the other."""
+    """Both forms of reading the prefix, on the same problem; each must agree with the other. The absorbed one is timed where
+    a kernel decodes that many queries: beyond, `mla_decode` is XLA's on a GPU too, and nobody takes it."""
     rows, new, cached, heads = shape
     x = draw(rows, new, heads, False)
     rng = np.random.default_rng(1)
@@ -189,8 +191,10 @@ def prepare_extend(shape: tuple[int, int, int, int], peers: Any) -> Problem:
             mla_extend, max_new=new, kv_dtype=jnp.bfloat16, row_width=RANK + ROPE, sm_scale=SCALE, prefix_form=form
         ))  # fmt: skip
         arrays = x["q"], x["k_nope"], x["k_pe"], x["v"], new_rows, buffer, source, jnp.int32(0), *weights
-        candidates[form] = partial(call, *arrays)
-        outs[form] = candidates[form]()[0].astype(jnp.float32)
+        run = partial(call, *arrays)
+        outs[form] = run()[0].astype(jnp.float32)
+        if form == "expanded" or new <= MAX_DRAFT:
+            candidates[form] = run
     apart = float(jnp.linalg.norm(outs["absorbed"] - outs["expanded"]) / jnp.linalg.norm(outs["expanded"]))
     if not apart <= 3e-2:
         raise AssertionError(f"the two forms differ by {apart:.3g}")

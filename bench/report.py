@@ -63,7 +63,10 @@ def mla(results: Results) -> str:
     first, second = [], []
     for row in results["mla"]["rows"]:
         t = row["times"].get
-        ours, single, other = (t(n) for n in ("ours", "ours, page size 1", "SGLang Triton, page size 1"))
+        ours, single, triton, other = (
+            t(n)
+            for n in ("ours", "ours, page size 1", "ours, page size 1, Triton", "SGLang Triton, page size 1")
+        )
         rates = [f"{ours['over_floor']:.2f}", ours["GB/s"], ours["TFLOP/s"]] if ours else [""] * 3
         against = [cell for name in peers for cell in (us(t(name)), ratio(ours, t(name)))]
         first.append([mla_shape(row), digits(row["floor_us"]), us(ours), *rates, *against])
@@ -71,6 +74,7 @@ def mla(results: Results) -> str:
         over_floor = f"{fp8['over_floor']:.2f}" if fp8 else ""
         second.append([
             mla_shape(row), us(ours), us(t("ours, virtual ids")), us(single), us(other), ratio(single, other),
+            us(triton), ratio(triton, other),
             us(fp8), ratio(fp8, ours), over_floor,
         ])  # fmt: skip
     header = ("rows x heads x context", "floor", "ours", "x floor", "GB/s", "TFLOP/s")
@@ -82,6 +86,8 @@ def mla(results: Results) -> str:
         "page size 1",
         "SGLang, page size 1",
         "ours / it",
+        "our Triton, page size 1",
+        "it / SGLang",
         "page table, fp8",
         "fp8 / bf16",
         "x floor of fp8",
@@ -104,7 +110,7 @@ def mla_prefill(results: Results) -> str:
             ])  # fmt: skip
         else:
             shape = f"{row['rows']} x {row['new']} after {row['cached']} x {row['heads']}"
-            extensions.append([shape, us(t["absorbed"]), us(t["expanded"]), f"{row['apart']:.1e}"])
+            extensions.append([shape, us(t.get("absorbed")), us(t["expanded"]), f"{row['apart']:.1e}"])
     first = table(
         ("rows x width x heads", "ours", "TFLOP/s", "cuDNN", "TFLOP/s", "ours / it", "relative error"), lines
     )
