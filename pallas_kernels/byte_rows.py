@@ -46,10 +46,29 @@ def write_rows(
     buffer: UInt8[Array, " total"], index: Int32[Array, " n"], rows: Array
 ) -> UInt8[Array, " total"]:
     """Writes rows `[n, elements]` where `read_rows` finds them; a negative index drops its row."""
+    return _write(buffer, (), (index,), rows)
+
+
+def write_slots(
+    buffer: UInt8[Array, " total"],
+    block: Int32[Array, " n"],
+    slot: Int32[Array, " n"],
+    slots: int,
+    rows: Array,
+) -> UInt8[Array, " total"]:
+    """Writes rows `[n, elements]` at row ``block * slots + slot``, a number that need not fit int32 where its two parts do;
+    a negative block drops its row."""
+    return _write(buffer, (slots,), (block, slot), rows)
+
+
+def _write(
+    buffer: UInt8[Array, " total"], inner: tuple[int, ...], index: tuple[Int32[Array, " n"], ...], rows: Array
+) -> UInt8[Array, " total"]:
+    """Writes rows into the buffer seen as `[-1, *inner, elements]`; a negative first index drops its row."""
     if _views_are_free():
-        view = from_bytes(buffer, rows.dtype).reshape(-1, rows.shape[1])
+        view = from_bytes(buffer, rows.dtype).reshape(-1, *inner, rows.shape[1])
     else:
         rows = to_bytes(rows)
-        view = buffer.reshape(-1, rows.shape[1])
-    target = jnp.where(index < 0, view.shape[0], index)
-    return to_bytes(view.at[target].set(rows, mode="drop").reshape(-1))
+        view = buffer.reshape(-1, *inner, rows.shape[1])
+    first = jnp.where(index[0] < 0, view.shape[0], index[0])
+    return to_bytes(view.at[first, *index[1:]].set(rows, mode="drop").reshape(-1))

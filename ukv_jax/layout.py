@@ -21,6 +21,7 @@ import numpy as np
 
 INT32_LIMIT = 2**31
 PADDING = 0  # page 0 of every sub-pool: never handed out, never written, zero bytes
+SCALE = "scale"  # region of an fp8 KVSpec's scales
 FP8_MAX = 448.0  # largest finite float8_e4m3fn
 FP8_ROW_ALIGN = 128  # bytes of an fp8 latent row with its scale: a multiple of TMA's 128-byte swizzle
 _DTYPES = ("bfloat16", "float16", "float32", "float8_e4m3fn")
@@ -65,7 +66,8 @@ class KVSpec:
     """MHA, GQA or MQA cache. `window` makes it a sliding-window sub-pool that shares the full sub-pool's virtual ids.
 
     K and V of one width: two blocks a layer, K then V. Different widths: one block of K-then-V rows a layer.
-    `dtype="float8_e4m3fn"` adds a region of f32 scales, one a token and KV head, for K and for V.
+    `dtype="float8_e4m3fn"` adds a region of f32 scales, one a token and KV head, for K and for V; blocks of it, page_size *
+    num_kv_heads * 4 bytes each, are numbered in int32 over the whole buffer.
     """
 
     num_layers: int
@@ -162,7 +164,7 @@ def _regions(spec: Spec, page_size: int) -> tuple[tuple[Region, ...], int]:
         else:
             regions = [Region("kv", spec.num_layers, (page_size, k_row + v_row), spec.dtype)]
         if spec.dtype == "float8_e4m3fn":
-            regions.append(Region("scale", 2 * spec.num_layers, (page_size, spec.num_kv_heads), "float32"))
+            regions.append(Region(SCALE, 2 * spec.num_layers, (page_size, spec.num_kv_heads), "float32"))
         return _envelope(regions)
     return _envelope(
         [Region(p.name, p.num_layers * p.blocks_per_layer, p.block_shape, p.dtype) for p in spec.parts]
@@ -250,14 +252,16 @@ class PoolLayout:
     def __post_init__(self):
         for s in self.subpools:
             for r in s.regions:
-                rows = r.block_shape[0] if not s.is_state else 1
+                # Scales are reached by block and slot: their rows, of a few bytes, would limit the whole buffer.
+                rows = 1 if s.is_state or r.name == SCALE else r.block_shape[0]
                 # A block's number counts from byte 0 of the buffer, also where a static range begins further up.
                 below, blocks = (s.base or 0) // r.block_bytes, s.page_bytes // r.block_bytes
                 ids = (below + s.num_pages * blocks) * rows
                 if ids >= INT32_LIMIT:
+                    what = "blocks of scales" if r.name == SCALE else "kernel-facing ids"
                     raise ValueError(
                         f"sub-pool {s.name!r}: ({s.num_pages} pages * {blocks} blocks + {below} below) * {rows} rows "
-                        f"= {ids} kernel-facing ids, int32 allows {INT32_LIMIT - 1}"
+                        f"= {ids} {what}, int32 allows {INT32_LIMIT - 1}; larger pages have fewer"
                     )
             if not s.is_state and s.num_virtual * self.page_size * self.dcp >= INT32_LIMIT:
                 raise ValueError(

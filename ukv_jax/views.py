@@ -7,10 +7,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int32, UInt8
 
-from pallas_kernels.byte_rows import from_bytes, read_rows, to_bytes, write_rows
+from pallas_kernels.byte_rows import from_bytes, read_rows, to_bytes, write_rows, write_slots
 from ukv_jax.layout import PADDING, PoolLayout, SubPool
 
-__all__ = ["clear_pages", "from_bytes", "read_rows", "to_bytes", "write_rows"]
+__all__ = ["clear_pages", "from_bytes", "read_rows", "to_bytes", "write_rows", "write_slots"]
 
 
 def clear_pages(

@@ -29,7 +29,8 @@ class KVScales:
 
     The scales of the page with entry e are in blocks ``e * blocks_per_entry + k_offset`` and ``... + v_offset`` of the
     buffer seen as blocks of that size: offsets are run-time operands, blocks_per_entry is the static ratio of the two
-    multipliers (in a page-major pool the number of scale blocks that fill a KV block, 1 in a layer-major one).
+    multipliers (in a page-major pool the number of scale blocks that fill a KV block, 1 in a layer-major one). Blocks are
+    numbered in int32 over the whole buffer; rows of scales may be more than that.
     """
 
     k_offset: Int32[Array, ""] | int
@@ -164,12 +165,16 @@ def _check(  # type: ignore[no-untyped-def]
             f"relative_bias must be [{rows}, {s_q}, {heads}, extent], got {list(relative_bias.shape)}"
         )
     row = kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
-    sizes = [row * kv_dtype.itemsize] + ([4 * kv_heads] if scales is not None else [])
-    for size in sizes:
-        block = source.page_size * size
-        if buffer.shape[0] == 0 or buffer.shape[0] % block:
+    # What has an id in int32: rows of K and V, but whole blocks of scales, whose rows of a few bytes would be too many.
+    numbered = [("rows", row * kv_dtype.itemsize, source.page_size)]
+    if scales is not None:
+        numbered.append(("blocks of scales", 4 * kv_heads * source.page_size, 1))
+    for what, size, in_block in numbered:
+        if buffer.shape[0] == 0 or buffer.shape[0] % (size * in_block):
             raise ValueError(
-                f"buffer of {buffer.shape[0]} bytes is no whole number of blocks of {block} bytes"
+                f"buffer of {buffer.shape[0]} bytes is no whole number of blocks of {size * in_block} bytes"
             )
         if buffer.shape[0] // size >= 2**31:
-            raise ValueError(f"{buffer.shape[0] // size} rows of {size} bytes: row ids would not fit int32")
+            raise ValueError(
+                f"{buffer.shape[0] // size} {what} of {size} bytes: their ids would not fit int32"
+            )

@@ -66,9 +66,10 @@ def gqa_decode_xla(
         raw = raw.reshape(rows, chunk, num_kv_heads, width, itemsize)
         values = lax.bitcast_convert_type(raw if itemsize > 1 else raw[..., 0], kv_dtype).astype(jnp.float32)
         if scales is not None:
-            scale_pool = buffer.reshape(-1, num_kv_heads * 4)
-            row = (entry * scales.blocks_per_entry + scale_offset) * ps + slot
-            scale = scale_pool.at[row].get(mode="clip").reshape(rows, chunk, num_kv_heads, 4)
+            # By block and slot: rows of a few bytes may be more than int32 counts.
+            scale_pool = buffer.reshape(-1, ps, num_kv_heads * 4)
+            block = entry * scales.blocks_per_entry + scale_offset
+            scale = scale_pool.at[block, slot].get(mode="clip").reshape(rows, chunk, num_kv_heads, 4)
             values = values * lax.bitcast_convert_type(scale, jnp.float32)[..., None]
         return jnp.where(live[..., None, None], values, 0.0)
 

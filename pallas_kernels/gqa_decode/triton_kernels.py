@@ -119,8 +119,8 @@ def attend(q, pool, scale_pool, ids, indptr, row_ids, v2p, kv_start, kv_end, q_s
                 if SCALE_RATIO > 0:
                     k, v = _bf16_of_e4m3(k, NATIVE), _bf16_of_e4m3(v, NATIVE)
                     scale_entry = entry * SCALE_RATIO
-                    k_scale_row = ((scale_entry + k_scale_block) * PS + pos % PS).to(tl.int64)
-                    v_scale_row = ((scale_entry + v_scale_block) * PS + pos % PS).to(tl.int64)
+                    k_scale_row = (scale_entry + k_scale_block).to(tl.int64) * PS + pos % PS
+                    v_scale_row = (scale_entry + v_scale_block).to(tl.int64) * PS + pos % PS
                     k_scale = tl.load(scale_pool + k_scale_row * KV_HEADS + kv_head, mask=live, other=0.0)
                     v_scale = tl.load(scale_pool + v_scale_row * KV_HEADS + kv_head, mask=live, other=0.0)
                 s = tl.dot(k, q_t) * SCALE

@@ -70,8 +70,8 @@ def _sweep(q_tile, peak, total, acc, low_block, low_count, high_block, count, b,
         if SCALE_RATIO > 0:
             k, v = _bf16_of_e4m3(k, NATIVE), _bf16_of_e4m3(v, NATIVE)
             slot = pos % PS
-            k_scale_row = ((entry * SCALE_RATIO + k_scale_block) * PS + slot).to(tl.int64)
-            v_scale_row = ((entry * SCALE_RATIO + v_scale_block) * PS + slot).to(tl.int64)
+            k_scale_row = (entry * SCALE_RATIO + k_scale_block).to(tl.int64) * PS + slot
+            v_scale_row = (entry * SCALE_RATIO + v_scale_block).to(tl.int64) * PS + slot
             k_scale = tl.load(scale_pool + k_scale_row * KV_HEADS + kv_head, mask=live, other=0.0)
             v_scale = tl.load(scale_pool + v_scale_row * KV_HEADS + kv_head, mask=live, other=0.0)
         s = tl.dot(q_tile, tl.trans(k))

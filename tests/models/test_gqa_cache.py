@@ -1,16 +1,23 @@
 """K and V caches in the pool against plain arrays: full and sliding-window layers side by side, chunks, then steps."""
 
 import dataclasses
+import mmap
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.gqa_decode import KVScales, gqa_decode
+from pallas_kernels.read_source import PageTable
 from tests.models.dense_cache import make_dense_cache
 from tests.models.pool_cache import make_pool_cache
+from ukv_jax import pool, requests
+from ukv_jax.attention import begin_step
 from ukv_jax.attention.fp8 import quantize
 from ukv_jax.cache import CacheSpec, HeadKV
+from ukv_jax.layout import KVSpec, UnifiedLayout
 
 ROWS, HEADS, WINDOW, PAGE = 3, 4, 7, 4
 STEPS = [(9, [9, 4, 0]), (9, [9, 9, 5])] + [(1, [1, 1, 1])] * 8 + [(1, [1, 0, 1])] * 3
@@ -156,6 +163,92 @@ def test_fp8_saturates():
     assert values[0, 0] == 448
     np.testing.assert_allclose(values[0, 0] * np.asarray(scale)[0], 3e38, rtol=1e-3)
     assert not values[1].any()
+
+
+# More rows of scales than int32 counts: 2**31 of one KV head are 8.6 GB.
+
+
+@pytest.mark.parametrize("heads, width", [(8, 64), (8, 128), (2, 256), (1, 512)])
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_an_fp8_pool_of_100_gb_is_traced(heads, width, tokens):
+    spec = KVSpec(12, heads, width, dtype="float8_e4m3fn")
+    layout = UnifiedLayout.from_bytes(
+        (spec,), total_bytes=100 * 10**9, page_size=64, max_requests=ROWS, max_tokens=1024
+    )
+
+    def step(state, q, kv):
+        step = begin_step(state, jnp.arange(ROWS), jnp.ones(ROWS, jnp.int32), tokens=tokens)
+        return step.gqa(11, q, kv, kv, sm_scale=0.1)[0]
+
+    shape = lambda heads: jax.ShapeDtypeStruct((ROWS, tokens, heads, width), jnp.bfloat16)
+    out = jax.eval_shape(step, jax.eval_shape(partial(pool.init, layout)), shape(2 * heads), shape(heads))
+    assert out.shape == (ROWS, tokens, 2 * heads, width)
+
+
+def test_scales_are_read_past_two_to_the_31_rows():
+    """The same rows at the far end of 8.6 GB, of which only what is read is ever in memory, and near its beginning."""
+    heads, width, page, blocks = 1, 64, 64, 3  # a page: K, V, scales of both
+    block = page * heads * width
+    pages = 2**33 // (blocks * block) + 8
+    buffer = np.frombuffer(mmap.mmap(-1, pages * blocks * block), np.uint8)
+    rows = np.random.default_rng(0).normal(size=(2, page, heads, width)).astype(np.float32)
+    values, scales = (np.array(x) for x in quantize(jnp.asarray(rows)))
+    stored = np.concatenate([values.view(np.uint8).reshape(-1), scales.view(np.uint8).reshape(-1)])
+    outs = []
+    for at in (3, pages - 1):
+        buffer[at * blocks * block :][: len(stored)] = stored
+        table = jnp.asarray([[at * blocks]], jnp.int32)
+        source = PageTable(table, jnp.zeros(1, jnp.int32), jnp.full(1, page, jnp.int32), page)
+        ratio = block // (page * heads * 4)
+        outs.append(
+            gqa_decode(
+                jnp.ones((1, 1, 2, width)), jax.device_put(buffer, may_alias=True), source, 0, 1,
+                kv_dtype="float8_e4m3fn", num_kv_heads=heads, sm_scale=0.1,
+                scales=KVScales(2 * ratio, 2 * ratio + 1, ratio), implementation="xla",
+            )[0]
+        )  # fmt: skip
+    assert np.abs(outs[0]).max() > 0.01
+    np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_scales_are_written_and_read_past_two_to_the_31_rows(implementation):
+    """Full attention takes pages from the top: a small pool and one of 9 GB, a chunk and then a token."""
+    rng = np.random.default_rng(0)
+    spec = KVSpec(1, 1, 64, dtype="float8_e4m3fn")
+    chunks = [
+        [jnp.asarray(rng.normal(size=(1, n, heads, 64)), jnp.bfloat16) for heads in (4, 1, 1)]
+        for n in (70, 1)
+    ]
+    outs = []
+    for total in (1 << 20, 9 * 10**9):
+        layout = UnifiedLayout.from_bytes(
+            (spec,), total_bytes=total, page_size=64, max_requests=1, max_tokens=128
+        )
+        state, row = pool.init(layout), jnp.zeros(1, jnp.int32)
+        state, got = jax.jit(partial(requests.reserve, pages_per_row=2), donate_argnums=0)(
+            state, row, jnp.full(1, 128, jnp.int32)
+        )
+        assert bool(got.granted.all())
+
+        @partial(jax.jit, donate_argnums=0)
+        def run(state, q, k, v):
+            new_len = jnp.full(1, q.shape[1], jnp.int32)
+            step = begin_step(
+                state, jnp.zeros(1, jnp.int32), new_len, tokens=q.shape[1], implementation=implementation
+            )
+            out, step = step.gqa(0, q, k, v, sm_scale=0.1)
+            state = dataclasses.replace(state, buffer=step.buffer)
+            state, _ = requests.append(state, jnp.zeros(1, jnp.int32), new_len, max_tokens=q.shape[1])
+            return out, state
+
+        for chunk in chunks:
+            out, state = run(state, *chunk)
+            outs.append(np.asarray(out, np.float32))
+    for near, far in zip(outs[:2], outs[2:], strict=True):
+        assert np.abs(near).max() > 0.01
+        np.testing.assert_array_equal(near, far)
 
 
 def test_errors_name_the_sub_pool():

@@ -207,6 +207,30 @@ def test_kernel_facing_ids_fit_int32():
     layout_of(spec, total_bytes=2**32 - 128, num_virtual=1000)
 
 
+@pytest.mark.parametrize("heads, width", [(8, 64), (8, 128), (2, 256), (1, 512)])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_scales_of_a_hundred_gigabytes_are_counted_in_blocks(heads, width, page_size):
+    """More rows of scales than int32 counts, in a pool whose rows of K and V are few."""
+    spec = KVSpec(12, heads, width, dtype="float8_e4m3fn")
+    layout = layout_of(spec, total_bytes=100 * 10**9, page_size=page_size)
+    assert layout.total_bytes // (4 * heads) > 2**31
+    static = StaticLayout.from_pages(
+        (spec,), pages={"full": layout.full.num_pages - 1}, **{**LIMITS, "page_size": page_size}
+    )
+    for s in (layout.full, static.full):
+        assert s.block_offset(23, "scale") + (s.num_pages - 1) * s.stride("scale") < 2**31
+
+
+def test_blocks_of_scales_fit_int32():
+    """Page size 1: a block is a row, and 8.6 GB have 2**31 of 4 bytes."""
+    spec = KVSpec(1, 1, 64, dtype="float8_e4m3fn")
+    with pytest.raises(
+        ValueError, match=r"= 2147\d{6} blocks of scales, int32 allows 2147483647; larger pages"
+    ):
+        layout_of(spec, total_bytes=2**33 + 8192, page_size=1, num_virtual=5000)
+    layout_of(spec, total_bytes=2**33 - 8192, page_size=1, num_virtual=5000)
+
+
 def test_virtual_ids_fit_int32_under_dcp():
     spec = MLASpec(1, 512, 64)
     text = r"8388608 virtual pages \* 64 tokens \* dcp 4 = 2147483648"

@@ -11,7 +11,7 @@ from pallas_kernels.mla_decode import MAX_DRAFT
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import views
 from ukv_jax.attention.fp8 import quantize
-from ukv_jax.layout import KVSpec, SubPool
+from ukv_jax.layout import SCALE, KVSpec, SubPool
 from ukv_jax.translator import KernelTokens
 
 
@@ -48,7 +48,7 @@ def write(
     blocks = []  # region, block in it, rows
     if spec.dtype == "float8_e4m3fn":
         (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
-        blocks += [("scale", 2 * layer, k_scale), ("scale", 2 * layer + 1, v_scale)]
+        blocks += [(SCALE, 2 * layer, k_scale), (SCALE, 2 * layer + 1, v_scale)]
     k, v = k.astype(spec.dtype).reshape(tokens, -1), v.astype(spec.dtype).reshape(tokens, -1)
     if (
         spec.dtype == "float8_e4m3fn"
@@ -61,7 +61,11 @@ def write(
     entry, slot = loc // ps, loc % ps
     for region, block, rows in blocks:
         at = entry * _blocks_per_entry(subpool, region) + subpool.block_offset(block, region)
-        buffer = views.write_rows(buffer, jnp.where(loc > 0, at * ps + slot, -1), rows.reshape(tokens, -1))
+        at, rows = jnp.where(loc > 0, at, -1), rows.reshape(tokens, -1)
+        if region == SCALE:  # more rows than int32 counts
+            buffer = views.write_slots(buffer, at, slot, ps, rows)
+        else:
+            buffer = views.write_rows(buffer, jnp.where(loc > 0, at * ps + slot, -1), rows)
     return buffer
 
 
@@ -98,8 +102,8 @@ def attend(
     assert isinstance(spec, KVSpec)
     scales = None
     if spec.dtype == "float8_e4m3fn":
-        k_scale, v_scale = (jnp.int32(subpool.block_offset(2 * layer + i, "scale")) for i in range(2))
-        scales = KVScales(k_scale, v_scale, _blocks_per_entry(subpool, "scale"))
+        k_scale, v_scale = (jnp.int32(subpool.block_offset(2 * layer + i, SCALE)) for i in range(2))
+        scales = KVScales(k_scale, v_scale, _blocks_per_entry(subpool, SCALE))
     if _one_row(spec):
         k_offset, v_offset = jnp.int32(subpool.block_offset(layer)), None
     else:
