@@ -9,6 +9,11 @@ PAGE_SIZES = (8, 16, 32, 64, 128)  # whole pages, or whole parts of one, make a 
 def decline(s_q: int, source: ReadSource, sm_scale: float) -> None:
     """NotImplementedError, with the reason, for queries, sources and scales that no kernel of whole pages serves."""
     decline_queries(s_q, sm_scale)
+    decline_source(source)
+
+
+def decline_source(source: ReadSource) -> None:
+    """The same of the source alone."""
     if isinstance(source, TokenStream):
         raise NotImplementedError("the Mosaic kernel reads whole pages by TMA: it takes no token stream")
     if source.page_size not in PAGE_SIZES:

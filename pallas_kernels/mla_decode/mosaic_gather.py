@@ -123,8 +123,8 @@ def place(thread, tile_stride: int):
     return piece, (row >> 3) * tile_stride + line * _CHUNK_BYTES + (piece ^ line) * _PIECE
 
 
-def copy_rows(ref, rows: jax.Array, target, column: int, transforms: Any) -> None:
-    """Starts ``target[i] = ref[rows of i, column : column + width]`` by cp.async.
+def copy_rows(ref, rows: jax.Array, target, column: int | jax.Array, transforms: Any) -> None:
+    """Starts ``target[i] = ref[rows of i, column : column + width]`` by cp.async; `column` is a multiple of 8.
 
     `ref` is bf16 [n, row_width] in global memory with rows of a multiple of 16 bytes; `target` bf16 [tile, width] in shared
     memory, tiled (8, 64) with 128-byte swizzle, as `transforms` say. Addresses are computed in 64 bits.
@@ -135,21 +135,28 @@ def copy_rows(ref, rows: jax.Array, target, column: int, transforms: Any) -> Non
     row_bytes = 2 * ref.shape[1]
     piece, to = place(gmem.iota(gmem.WARPGROUP), chunks * tile_bytes)
     lanes = gmem.lanes(gmem.WARPGROUP)
+    fixed, moving = (column, 0) if isinstance(column, int) else (0, column)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), gmem.lanes(rows.shape[0]), plgpu.RefType(transforms), lanes, lanes),
+        arg_types=(
+            plgpu.RefType(), gmem.lanes(rows.shape[0]), plgpu.RefType(transforms), lanes, lanes,
+            plgpu.Layout.WG_SPLAT(()),
+        ),
         return_type=None,
-    )
-    def copy(_, ref, rows, target, piece, to):
+    )  # fmt: skip
+    def copy(_, ref, rows, target, piece, to, moving):
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         [(piece, to)] = gmem.registers(piece, to)
         shared = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(target)), to)
         base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
-        base = arith.addi(base, arith.extui(i64, arith.muli(piece, utils.c(_PIECE, i32))))
+        piece = arith.addi(
+            arith.muli(piece, utils.c(_PIECE, i32)), arith.shli(moving.registers.item(), utils.c(1, i32))
+        )
+        base = arith.addi(base, arith.extui(i64, piece))
         for k, (row,) in enumerate(gmem.registers(rows)):
             at = [(k * (_ROWS // 8) * chunks + c) * tile_bytes for c in range(chunks)]
             copies = " ".join(
-                f"cp.async.cg.shared.global.L2::128B [$0+{at[c]}], [a+{2 * column + c * _CHUNK_BYTES}], {_PIECE};"
+                f"cp.async.cg.shared.global.L2::128B [$0+{at[c]}], [a+{2 * fixed + c * _CHUNK_BYTES}], {_PIECE};"
                 for c in range(chunks)
             )
             # The address is made anew for each box: kept, those of all rows would take a third of the registers.
@@ -158,7 +165,7 @@ def copy_rows(ref, rows: jax.Array, target, column: int, transforms: Any) -> Non
                 shared, row, base, has_side_effects=True,
             )  # fmt: skip
 
-    copy(ref, rows, target, piece, to)
+    copy(ref, rows, target, piece, to, jnp.int32(moving))
 
 
 def order_reads() -> None:
