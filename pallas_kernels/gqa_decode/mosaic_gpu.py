@@ -9,7 +9,7 @@ docs/gqa_decode.md has the numbers behind it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import jax
@@ -22,8 +22,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import paged_mosaic
+from pallas_kernels.gqa_decode import mosaic_fp8
 from pallas_kernels.gqa_decode.mosaic_bias import add_bias
-from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels.gqa_decode.mosaic_rows import Call, Rows
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
     rescale,
@@ -33,13 +35,15 @@ from pallas_kernels.mla_decode.mosaic_registers import (
     widen,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
+from pallas_kernels.read_source import ReadSource
 
 if TYPE_CHECKING:
     from pallas_kernels.gqa_decode.api import KVScales
 
 M = 64  # query rows of a worker: the M of one warpgroup's WGMMA
 _SMEM_BYTES = 224 << 10  # what q and the rings may take
+# On its way to a block. With more, all multiprocessors get what DRAM gives, but the fast ones end far before the slow ones.
+_RING_BYTES = 128 << 10
 _SMS = 132
 _MAX_STAGES = 8
 _ACC = plgpu.Layout.WGMMA
@@ -79,7 +83,8 @@ class _Plan:
 
         def stages(workers: int) -> int:
             room = _SMEM_BYTES // workers - 2 * M * head_dim
-            return min(room // (2 * TILE * (head_dim + v_head_dim)), _MAX_STAGES)
+            tile = 2 * TILE * (head_dim + v_head_dim)
+            return min(room // tile, max(_RING_BYTES // workers // tile, 2), _MAX_STAGES)
 
         # ptxas refuses a WGMMA of more than 192 columns in a block of 512 threads.
         fits = {1: stages(1) >= 1, 2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2}
@@ -115,14 +120,13 @@ def gqa_decode_mosaic(
     row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
     v_column = 0 if v_offset is not None else num_kv_heads * head_dim
     _decline(q, source, kv_dtype, v_head_dim, sm_scale)
-    match source:
-        case PageTable(table=table):
-            translate, blocks_per_page, ids = False, 1, [table]
-        case VirtualPages(req_to_page=pages, row_ids=row_ids, v2p=v2p):
-            translate, blocks_per_page, ids = True, source.blocks_per_page, [pages, row_ids, v2p]
-        case _:
-            raise AssertionError("declined above")
     config = config or TuningConfig()
+    if scales is not None:
+        mosaic_fp8.decline(source, heads, num_kv_heads, s_q, head_dim, v_head_dim, relative_bias is not None)
+        return mosaic_fp8.gqa_decode_fp8(
+            q, buffer, source, k_offset, v_offset, num_kv_heads=num_kv_heads, v_head_dim=v_head_dim, sm_scale=sm_scale,
+            scales=scales, window=window, sinks=sinks, logit_cap=logit_cap, q_start=q_start, blocks=config.blocks,
+        )  # fmt: skip
     sharing = heads // num_kv_heads
     queries = s_q * sharing
     q_tiles = -(-queries // M)
@@ -148,8 +152,10 @@ def gqa_decode_mosaic(
         return jnp.zeros((0, s_q, heads, v_head_dim), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
 
     page_size = source.page_size
-    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16).reshape(-1, page_size, row_width)
-    num_blocks = pool.shape[0]
+    call = Call(source, q_start, rows, s_q, window, groups)
+    pool = lax.bitcast_convert_type(buffer.reshape(-1, 2), jnp.bfloat16)
+    pool = pool.reshape(-1, row_width) if call.single else pool.reshape(-1, page_size, row_width)
+    num_blocks = pool.size // (page_size * row_width)
     if shared_lines:
         grouped = q.reshape(rows * heads // 8, 8, head_dim)
     else:
@@ -177,19 +183,13 @@ def gqa_decode_mosaic(
     offsets = [jnp.asarray(k_offset, jnp.int32).reshape(1)]
     if v_offset is not None:
         offsets.append(jnp.asarray(v_offset, jnp.int32).reshape(1))
-    columns = ids[0].shape[1]
-    width_tokens = min(columns * page_size, 2**31 - TILE)
-    ranges = [source.kv_start, source.kv_end] + ([] if q_start is None else [q_start])
-    # Positions before the end of the queries that some query of a row sees.
-    reach = None if window is None or window + s_q > 2**31 - 1 else window + s_q - 1
 
-    load_rows = min(page_size, TILE)  # of one TMA
+    load_rows = TILE if call.single else min(page_size, TILE)  # of one TMA
     loads = TILE // load_rows
     stages = plan.stages
     k_width, v_width = pack * head_dim, pack * v_head_dim  # of a worker
     part_width = v_width // plan.parts
     k_chunk, chunk = _tile_columns(head_dim), _tile_columns(v_head_dim // plan.parts, v_column)
-    leads_by_row = rows < groups  # the shorter table of the rows that are cut
     log2e = math.log2(math.e)
     to_log2 = log2e if logit_cap is not None else sm_scale * log2e
 
@@ -201,7 +201,7 @@ def gqa_decode_mosaic(
         take = lambda n: [next(remaining) for _ in range(n)]
         q_ref, pool_ref = take(2)
         offset_refs, sink_refs, bias_refs = take(len(offsets)), take(len(sink_rows)), take(len(bias))
-        range_refs, id_refs = take(len(ranges)), take(len(ids))
+        range_refs, id_refs = take(len(call.ranges)), take(len(call.ids))
         out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)
         q_smem, k_smem, v_smem, share_smem = take(4)
         share_ready, q_ready, q_free, k_ready, k_free, v_ready, v_free = take(7)
@@ -210,6 +210,8 @@ def gqa_decode_mosaic(
         number = lax.axis_index("block") * plan.workers + worker
         group, lane = lax.div(number, lanes), lax.rem(number, lanes)
         kv_head, q_tile = lax.div(lane, q_tiles) * pack, lax.rem(lane, q_tiles)
+
+        work = Rows(call, range_refs, id_refs, lead_ref, group)
 
         def own_lines(j):
             """Where the queries of the worker's j-th KV head begin in its tile, and end."""
@@ -222,44 +224,9 @@ def gqa_decode_mosaic(
 
         k_block, v_block = offset_refs[0][0], offset_refs[-1][0]
 
-        def visible(b):
-            """(first, end) of the KV positions that some query of row b sees."""
-            q_stop = range_refs[1][b] if q_start is None else range_refs[2][b] + s_q
-            start, stop = jnp.maximum(range_refs[0][b], 0), jnp.minimum(range_refs[1][b], width_tokens)
-            if reach is not None:
-                start = jnp.maximum(start, q_stop - reach)
-            return start, stop if q_start is None else jnp.minimum(stop, q_stop)
-
-        def for_segments(share, run, carry, *, empty_rows):
-            """Calls run(b, tile_start, tile_stop, first_tile, tiles, carry) for each part of a row in this share.
-
-            empty_rows: also, without tiles, for the rows that see nothing and start in this share.
-            """
-
-            def visit(b, carry):
-                first_tile, tiles = mosaic_schedule.tile_range(*visible(b))
-                start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
-                wanted = stop > start
-                if empty_rows:
-                    wanted |= (tiles == 0) & mosaic_schedule.owns_start(share, b)
-                return lax.cond(
-                    wanted, lambda c: run(b, start, stop, first_tile, tiles, c), lambda c: c, carry
-                )
-
-            return lax.fori_loop(share.first, jnp.minimum(share.last + 1, rows), visit, carry)
-
-        def page_entry(b, column):
-            """Entry of page `column` of row b; the padding page's, 0, for an id that names nothing."""
-            if translate:
-                request = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1)
-                page = id_refs[0][request, column]
-                num_virtual = id_refs[2].shape[0] - 1
-                page = jnp.where((page >= 0) & (page < num_virtual), page, 0)
-                entry = jnp.maximum(id_refs[2][page], 0) * blocks_per_page
-            else:
-                entry = id_refs[0][b, column]
+        def fits(entry):
             block = entry + jnp.maximum(k_block, v_block)
-            return jnp.where((entry >= 0) & (block >= 0) & (block < num_blocks), entry, 0)
+            return (block >= 0) & (block < num_blocks)
 
         def place(n):
             """Index of ring place n of this worker."""
@@ -272,71 +239,90 @@ def gqa_decode_mosaic(
                 plgpu.commit_smem()
                 sync_warpgroup()
             plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
-            mosaic_schedule.find_share(
-                range_refs,
-                rows,
-                group,
-                groups,
-                share_smem.at[worker],
-                width_tokens=width_tokens,
-                s_q=s_q,
-                reach=reach,
-                cut_evenly=False,
-            )
-            plgpu.commit_smem()
+            work.find_share(share_smem.at[worker])
             plgpu.barrier_arrive(share_ready.at[worker])
             if plan.workers * plan.parts > 1:
-                plgpu.set_max_registers(24, action="decrease")
+                plgpu.set_max_registers(40 if call.single else 24, action="decrease")
             share = mosaic_schedule.read_share(share_smem.at[worker])
 
             def segment(b, start, stop, first_tile, tiles, carry):
-                kv_first, kv_stop = visible(b)
+                kv_first, kv_stop = work.visible(b)
                 first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
 
                 def entries_of(tile):
                     column = lax.div((first_tile + tile) * TILE, page_size)
                     # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
                     return tuple(
-                        page_entry(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads)
+                        work.page_entry(b, jnp.clip(column + j, first_column, last_column), fits)
+                        for j in range(loads)
                     )
 
-                def one(i, carry):
-                    n, segments, entries = carry
-                    row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                def queries_of_row(segments):  # after the first tile, which need not wait for the row before
+                    pl.when(segments > 0)(lambda: plgpu.barrier_wait(q_free.at[worker]))
+                    for i in range(pack * q_loads):
+                        j, line = i // q_loads, i % q_loads * q_rows
+                        plgpu.copy_gmem_to_smem(
+                            q_ref.at[
+                                b * sets + lax.div((kv_head + j) * sets, num_kv_heads),
+                                pl.ds(q_tile * M + line, q_rows),
+                            ],
+                            q_smem.at[worker, pl.ds(i * q_rows, q_rows), pl.ds(j * head_dim, head_dim)],
+                            q_ready.at[worker],
+                        )
+
+                def free_places(n):
+                    """(place of K or V in the ring, its barrier, its block in a page, its first column), once it is free."""
                     at = place(n)
-                    for smem, ready, free, block, column, width in (
-                        (k_smem, k_ready, k_free, k_block, kv_head * head_dim, k_width),
-                        (v_smem, v_ready, v_free, v_block, v_column + kv_head * v_head_dim, v_width),
+                    for smem, ready, free, block, column in (
+                        (k_smem, k_ready, k_free, k_block, kv_head * head_dim),
+                        (v_smem, v_ready, v_free, v_block, v_column + kv_head * v_head_dim),
                     ):
                         pl.when(n >= stages)(lambda free=free: plgpu.barrier_wait(free.at[at]))
+                        yield smem.at[at], ready.at[at], block, column
+
+                def by_pages(i, carry):
+                    n, segments, entries = carry
+                    row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                    for tile, ready, block, column in free_places(n):
                         for j, entry in enumerate(entries):
                             plgpu.copy_gmem_to_smem(
-                                pool_ref.at[entry + block, pl.ds(row, load_rows), pl.ds(column, width)],
-                                smem.at[at, pl.ds(j * load_rows, load_rows)],
-                                ready.at[at],
-                            )
-
-                    @pl.when(i == start)
-                    def queries_of_row():  # after the first tile, which need not wait for the row before
-                        pl.when(segments > 0)(lambda: plgpu.barrier_wait(q_free.at[worker]))
-                        for i in range(pack * q_loads):
-                            j, line = i // q_loads, i % q_loads * q_rows
-                            plgpu.copy_gmem_to_smem(
-                                q_ref.at[
-                                    b * sets + lax.div((kv_head + j) * sets, num_kv_heads),
-                                    pl.ds(q_tile * M + line, q_rows),
+                                pool_ref.at[
+                                    entry + block, pl.ds(row, load_rows), pl.ds(column, tile.shape[1])
                                 ],
-                                q_smem.at[worker, pl.ds(i * q_rows, q_rows), pl.ds(j * head_dim, head_dim)],
-                                q_ready.at[worker],
+                                tile.at[pl.ds(j * load_rows, load_rows)],
+                                ready,
                             )
-
+                    pl.when(i == start)(lambda: queries_of_row(segments))
                     return n + 1, segments, entries_of(jnp.minimum(i + 1, stop - 1))
 
+                tokens = work.tokens(b, kv_first, kv_stop, k_block, num_blocks) if call.single else None
+
+                def positions(tile):
+                    return tokens.positions((first_tile + tile) * TILE)
+
+                def by_rows(i, carry):
+                    n, segments, ids = carry
+                    # The next tile's are on their way while this tile is asked for.
+                    later = tokens.load_ids(positions(jnp.minimum(i + 1, stop - 1)))
+                    for (tile, ready, block, column), transforms in zip(
+                        free_places(n), (k_tiled, v_tiled), strict=True
+                    ):
+                        lines = replace(tokens, block_offset=block).rows(ids, positions(i))
+                        mosaic_gather.copy_rows(pool_ref, lines, tile, column, transforms)
+                        mosaic_gather.report(ready)
+                    pl.when(i == start)(lambda: queries_of_row(segments))
+                    return n + 1, segments, later
+
                 n, segments = carry
-                n, segments, _ = lax.fori_loop(start, stop, one, (n, segments, entries_of(start)))
+                one, ids = (
+                    (by_rows, tokens.load_ids(positions(start)))
+                    if call.single
+                    else (by_pages, entries_of(start))
+                )
+                n, segments, _ = lax.fori_loop(start, stop, one, (n, segments, ids))
                 return n, segments + 1
 
-            for_segments(share, segment, (jnp.int32(0), jnp.int32(0)), empty_rows=False)
+            work.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)), empty_rows=False)
 
         def mask(s, position, kv_first, kv_stop, q_position):
             token = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_ACC) + position
@@ -362,32 +348,16 @@ def gqa_decode_mosaic(
             plgpu.commit_smem()
             sync_warpgroup()
 
-        def write_lead(index, row, last):
-            """Tells the merge that the parts of `row`, or of none if -1, lie in this group and those to `last`."""
-            lead_ref[index, 0], lead_ref[index, 1], lead_ref[index, 2] = row, group, last
-
-        def write_lead_of_group(share):
-            b = jnp.minimum(share.last, rows - 1)
-            _, tiles = mosaic_schedule.tile_range(*visible(b))
-            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
-            leads = (share.last < rows) & (stop > 0) & (stop < tiles) & (start == 0)
-            write_lead(
-                group,
-                jnp.where(leads, b, -1),
-                lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size),
-            )
-
         @pl.when(role > 0)
         def compute():
             if plan.workers * plan.parts > 1:
-                plgpu.set_max_registers(232, action="increase")
+                plgpu.set_max_registers(216 if call.single else 232, action="increase")
             column = (role - 1) * part_width
             first_part = role == 1
             tells_leads = first_part & (lane == 0) & (group < groups)
             plgpu.barrier_wait(share_ready.at[worker])
             share = mosaic_schedule.read_share(share_smem.at[worker])
-            if not leads_by_row:
-                pl.when(tells_leads)(lambda: write_lead_of_group(share))
+            work.begin_leads(share, tells_leads)
 
             def first_sums(b, start, kv_first, kv_stop, q_position):
                 """Peak and sum before the first tile: the sink's, in the part that holds the start of a row."""
@@ -408,13 +378,9 @@ def gqa_decode_mosaic(
                 return peak, jnp.where(sees, 1.0, 0.0)
 
             def segment(b, start, stop, first_tile, tiles, n):
-                kv_first, kv_stop = visible(b)
-                q_position = (range_refs[1][b] - s_q) if q_start is None else range_refs[2][b]
-                if leads_by_row:
-                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
-                    pl.when(tells_leads & (start == 0))(
-                        lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last)
-                    )
+                kv_first, kv_stop = work.visible(b)
+                q_position = work.q_position(b)
+                work.tell_lead(share, tells_leads, b, start, stop, tiles)
                 pl.when(stop > start)(lambda: plgpu.barrier_wait(q_ready.at[worker]))
 
                 def one(i, carry):
@@ -422,6 +388,8 @@ def gqa_decode_mosaic(
                     at = place(n)
                     position = (first_tile + i) * TILE
                     plgpu.barrier_wait(k_ready.at[at])
+                    if call.single:
+                        mosaic_gather.order_reads()
 
                     def product(s_ref):
                         plgpu.wgmma(s_ref, q_smem.at[worker], k_smem.at[at].transpose((1, 0)))
@@ -466,10 +434,12 @@ def gqa_decode_mosaic(
                     p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
                     total = total * decay + p.sum(axis=1)
                     # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
-                    # then loses its rounding, which is 2**-9 where the subtrahend is another token's score.
+                    # then loses its rounding, up to 2**-8, where the subtrahend is another token's score.
                     p = round_pairs(p)
                     weight = weight * decay + widen(p).sum(axis=1)
                     plgpu.barrier_wait(v_ready.at[at])
+                    if call.single:
+                        mosaic_gather.order_reads()
                     pl.when(tail)(lambda: clear(at, column, kv_first - position, kv_stop - position))
                     (acc,) = rescale([acc], decay)
                     values = v_smem.at[at, :, pl.ds(column, part_width)]
@@ -508,7 +478,7 @@ def gqa_decode_mosaic(
 
                 return n
 
-            for_segments(share, segment, jnp.int32(0), empty_rows=True)
+            work.for_segments(share, segment, jnp.int32(0), empty_rows=True)
 
     array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
     k_tiled, v_tiled = (
@@ -524,7 +494,7 @@ def gqa_decode_mosaic(
             array((rows * lines,), jnp.float32),
             array((2 * groups * lines, v_head_dim), jnp.float32),
             array((2 * groups * lines,), jnp.float32),
-            array((rows if leads_by_row else groups, 3), jnp.int32),
+            array((rows if call.leads_by_row else groups, 3), jnp.int32),
         ],
         grid=(config.blocks,),
         grid_names=("block",),
@@ -548,7 +518,7 @@ def gqa_decode_mosaic(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(grouped, pool, *offsets, *sink_rows, *bias, *ranges, *ids)
+    )(grouped, pool, *offsets, *sink_rows, *bias, *call.ranges, *call.ids)
     out, lse = mosaic_merge.merge(out, lse, part, part_lse, leads, queries=lines, groups=groups)
     # Both are no copies for s_q of 1.
     out = out.reshape(rows, num_kv_heads, s_q, sharing, v_head_dim).swapaxes(1, 2)
@@ -574,10 +544,20 @@ def _tile_columns(width: int, column: int = 0) -> int:
 
 
 def _decline(q, source, kv_dtype, v_head_dim, sm_scale) -> None:  # type: ignore[no-untyped-def]
-    paged_mosaic.decline(q.shape[1], source, sm_scale)
+    paged_mosaic.decline_queries(q.shape[1], sm_scale)
     head_dim = q.shape[3]
-    if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) != jnp.bfloat16:
-        raise NotImplementedError(f"q and KV must be bfloat16, got {q.dtype} and {jnp.dtype(kv_dtype)}")
+    if (
+        mosaic_gather.needed(source)
+        and jnp.dtype(kv_dtype) == jnp.bfloat16
+        and (head_dim % 64 or v_head_dim % 64)
+    ):
+        raise NotImplementedError(
+            f"single rows want heads that are multiples of 64 wide, got {head_dim} and {v_head_dim}"
+        )
+    if q.dtype != jnp.bfloat16 or jnp.dtype(kv_dtype) not in (jnp.bfloat16, jnp.float8_e4m3fn):
+        raise NotImplementedError(
+            f"q must be bfloat16, and KV too or float8_e4m3fn, got {q.dtype} and {jnp.dtype(kv_dtype)}"
+        )
     if head_dim % 32 or v_head_dim % 32 or max(head_dim, v_head_dim) > 512:
         raise NotImplementedError(
             f"heads must be multiples of 32 up to 512 wide, got {head_dim} and {v_head_dim}"

@@ -36,6 +36,15 @@ CASES = {
     "bias by distance": dict(
         heads=10, kv_heads=2, head_dim=64, s_q=2, bias_extent=90, logit_cap=9.0, page_size=64
     ),
+    "single rows of a stream": dict(
+        heads=8,
+        kv_heads=2,
+        head_dim=64,
+        page_size=4,
+        kv_start=[3, 0, 65, 0, 129],
+        sinks=True,
+        delivery="stream",
+    ),
     "wide V in two parts, behind K": dict(heads=8, kv_heads=1, head_dim=96, v_head_dim=512, page_size=16),
 }
 
@@ -65,7 +74,9 @@ def main() -> None:
     substitute(mosaic_gpu, add_products)
     mosaic_gpu.add_bias = add_bias
     for name in sys.argv[1:] or CASES:
-        case = make_case(**{"lengths": LENGTHS, "dtype": "bfloat16"} | CASES[name])
+        problem = {"lengths": LENGTHS, "dtype": "bfloat16", "delivery": "virtual"} | CASES[name]
+        delivery = problem.pop("delivery")
+        case = make_case(**problem)
         options = {
             key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
             for key, value in case.options.items()
@@ -74,7 +85,7 @@ def main() -> None:
             out, lse = mosaic_gpu.gqa_decode_mosaic(
                 jnp.asarray(case.q),
                 jnp.asarray(case.pool),
-                case.source("virtual"),
+                case.source(delivery),
                 jnp.int32(case.offsets[0]),
                 None if case.offsets[1] is None else jnp.int32(case.offsets[1]),
                 config=mosaic_gpu.TuningConfig(blocks=3),

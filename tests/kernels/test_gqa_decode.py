@@ -30,13 +30,20 @@ def must_serve(implementation: str, case: Case, delivery: str) -> bool:
         return True
     kv_dtype = case.options["kv_dtype"]
     if implementation == "mosaic":
+        widths = case.q.shape[3], case.options["v_head_dim"]
+        pages = delivery != "stream" and case.page_size in (8, 16, 32, 64, 128)
+        group = case.q.shape[2] // case.options["num_kv_heads"]
+        if kv_dtype == jnp.float8_e4m3fn:
+            kind = widths[0] in (128, 256) and pages and case.q.shape[1] * group <= 16
+            kind = kind and case.options["relative_bias"] is None
+            kind = kind and case.page_size * case.options["num_kv_heads"] % 32 == 0
+        else:
+            kind = kv_dtype == jnp.bfloat16 and widths[0] % (32 if pages else 64) == 0
         return (
-            delivery != "stream"
-            and case.q.dtype == kv_dtype == jnp.bfloat16
-            and case.page_size in (8, 16, 32, 64, 128)
+            kind
+            and case.q.dtype == jnp.bfloat16
             and case.q.shape[1] <= 8
-            and case.q.shape[3] % 32 == case.options["v_head_dim"] % 32 == 0
-            and case.options["v_head_dim"] % 128 == 0  # others where lines can be merged side by side
+            and widths[1] % 128 == 0  # others where lines can be merged side by side
         )
     return (
         case.q.dtype == jnp.bfloat16

@@ -8,7 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.gqa_decode import gqa_decode
+from pallas_kernels.gqa_decode import KVScales, gqa_decode
 from pallas_kernels.gqa_decode.mosaic_gpu import TuningConfig, gqa_decode_mosaic
 from pallas_kernels.read_source import TokenStream
 from tests.deviceless import compile_for, requires_plugin, shape
@@ -90,7 +90,7 @@ def test_copies_no_pool():
     "target, dtype, delivery, custom_call",
     [
         ("h200", "bfloat16", "table", "mosaic_gpu"),
-        ("h200", "bfloat16", "stream", "triton"),
+        ("h200", "bfloat16", "stream", "mosaic_gpu"),
         ("a100", "bfloat16", "table", "triton"),
         ("h200", "float32", "table", None),
     ],
@@ -122,18 +122,33 @@ GOOD = dict(
     v_head_dim=128,
     sm_scale=0.1,
 )
+STREAM = TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)
+FP8 = {"kv_dtype": jnp.float8_e4m3fn, "scales": KVScales(0, 1, 1)}
 
 
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"source": source("table", 2, 4)}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
         (
-            {"source": TokenStream(int32((9,)), int32((3,)), *[int32((2,))] * 2, page_size=64)},
-            "no token stream",
+            {
+                "source": source("table", 2, 4),
+                "q": shape((2, 1, 16, 96), "bfloat16"),
+                "v_head_dim": 96,
+            },
+            "multiples of 64 wide, got 96 and 96",
         ),
-        ({"q": shape((2, 1, 16, 128), "float32")}, "must be bfloat16, got float32"),
-        ({"kv_dtype": jnp.float8_e4m3fn}, "float8_e4m3fn"),
+        ({"source": STREAM, **FP8}, "no token stream"),
+        ({"source": source("table", 2, 4), **FP8}, "page_size must be 8, 16, 32, 64 or 128, got 4"),
+        ({"v_head_dim": 32, "v_offset": None, **FP8}, "must be 64, 128, 192 or 256 wide, got 128 and 32"),
+        ({"q": shape((2, 3, 16, 128), "bfloat16"), **FP8}, "at most 16 query lines a KV head .* got 24"),
+        (
+            {"num_kv_heads": 1, "q": shape((2, 1, 16, 64), "bfloat16"), "v_head_dim": 64, **FP8},
+            "1 KV heads of 64 and 64 bytes",
+        ),
+        ({"source": source("table", 2, 8), **FP8}, "scales of 8 rows of 2 KV heads"),
+        ({"relative_bias": shape((2, 1, 16, 9), "float32"), **FP8}, "no relative bias"),
+        ({"q": shape((2, 1, 16, 128), "float32")}, "q must be bfloat16, .* got float32"),
+        ({"kv_dtype": jnp.float16}, "got bfloat16 and float16"),
         ({"q": shape((2, 1, 16, 80), "bfloat16")}, "multiples of 32 up to 512 wide, got 80 and 128"),
         ({"q": shape((2, 9, 16, 128), "bfloat16")}, "at most 8 queries a row, got 9"),
         ({"q": shape((2, 8, 600, 128), "bfloat16"), "num_kv_heads": 300}, "need more than 132 workers"),
