@@ -10,6 +10,7 @@ from pallas_kernels.read_source import ReadSource
 # Every function takes what `gqa_prefill` takes, less `implementation`, and raises NotImplementedError with the reason, at
 # trace time, when it cannot serve.
 IMPLEMENTATIONS = {
+    "mosaic": ("pallas_kernels.gqa_prefill.mosaic_gpu", "gqa_prefill_mosaic"),
     "triton": ("pallas_kernels.gqa_prefill.triton", "gqa_prefill_triton"),
     "xla": ("pallas_kernels.gqa_prefill.reference", "gqa_prefill_xla"),
 }
@@ -46,7 +47,7 @@ def gqa_prefill(
       q_start: position of each row's first new token, the number of its cached ones.
       buffer, k_offset, v_offset, kv_dtype, num_kv_heads, v_head_dim, sm_scale, scales, window, sinks, logit_cap,
         relative_bias: as in `pallas_kernels.gqa_decode.gqa_decode`.
-      implementation: "triton" or "xla". None takes the first that can serve of those preferred for the device at hand
+      implementation: "mosaic", "triton" or "xla". None takes the first that can serve of those preferred for the device at hand
         (`pallas_kernels.implementations.run`).
 
     Returns:

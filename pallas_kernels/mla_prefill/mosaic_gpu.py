@@ -2,10 +2,8 @@
 
 A work item is a tile of 128 queries of one row and head against all the keys that it sees. Blocks draw items from a
 device-side queue, the longest first. Warpgroup 2 loads: the queries of an item, then its K and V in tiles of 128
-positions from the last to the first, into rings of two tiles. Warpgroups 0 and 1 own 64 queries each. In every step a
-warpgroup issues Q K^T of the next tile and P V of the current one, hands the tensor core to the other warpgroup, and
-computes its softmax while both run; the turns keep the two half a step apart (the schedule of FlashAttention-3,
-arXiv:2407.08608, section 3). Only the first tile of an item holds masked positions.
+positions from the last to the first, into rings of two tiles. Warpgroups 0 and 1 own 64 queries each and compute, half a
+step apart (`pallas_kernels.mosaic_prefill`). Only the first tile of an item holds masked positions.
 
 A tile lies in shared memory in chunks of 64 columns, each loaded by a TMA box of its own. Its rows are then 128 bytes, the
 width of the swizzle, so that a tile may start at any token of a ragged batch.
@@ -21,18 +19,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
 from pallas_kernels import device
+from pallas_kernels import mosaic_prefill as pipeline
 from pallas_kernels.mla_prefill import mosaic_inline as inline
 from pallas_kernels.mla_prefill.rows import Rows
 from pallas_kernels.mla_prefill.schedule import FIELDS, TILE, Item, Schedule, make_schedule
+from pallas_kernels.mosaic_prefill import ACC, CHUNK, HALF, ROWS, SWIZZLED, across, filled
 
-HALF = TILE // 2  # queries of a warpgroup: the M of one WGMMA
-CHUNK = 64  # columns of a TMA box
 STAGES = 2  # tiles of K and of V in flight
 _LOAD = 2  # the warpgroup that loads
-_ACC = plgpu.Layout.WGMMA
-_ROWS = _ACC.reduce(1)
-_MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
-_SWIZZLED = (plgpu.SwizzleTransform(128),)
 
 
 def mla_attention_mosaic(
@@ -79,8 +73,6 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
     qk_chunks, v_width = nope_chunks + pe_chunks, v.shape[2]
     v_chunks = v_width // CHUNK
     to_log2 = sm_scale * math.log2(math.e)
-    across = lambda x, like: lax.broadcast_in_dim(x, like.shape, [0])
-    filled = lambda shape, value, layout: plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
     columns = lambda c: pl.ds(c * CHUNK, CHUNK)
 
     def kernel(q_ref, k_nope_ref, k_pe_ref, v_ref, items_ref, queue_ref, out_ref, lse_ref, *scratch):
@@ -129,7 +121,7 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
                         # P is 0 past the row's end, but 0 * NaN is NaN: V must be 0 there.
                         load_v(slot, token, item.head, v_landed)
                         plgpu.barrier_wait(v_landed)
-                        inline.zero_rows(v_box.at[slot], item.kv_length - position, _SWIZZLED)
+                        inline.zero_rows(v_box.at[slot], item.kv_length - position, SWIZZLED)
                         plgpu.commit_smem()
                         for _ in range(v_chunks):
                             plgpu.barrier_arrive(v_ready.at[slot])
@@ -140,6 +132,7 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
 
             def visit(carry):
                 ticket, first, n = carry
+                drawn = inline.draw_ticket(queue_ref)
                 item = schedule.item(items_ref, ticket)
 
                 def free_queries():
@@ -153,7 +146,7 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
                         source = q_ref.at[pl.ds(item.q_first + w * HALF, HALF), item.head, columns(c)]
                         plgpu.copy_gmem_to_smem(source, q_box.at[w, c], q_ready.at[w])
                 n = load_item(item, n)
-                return inline.draw_ticket(queue_ref, ticket_smem) + blocks, jnp.bool_(False), n
+                return inline.ticket(drawn, ticket_smem) + blocks, jnp.bool_(False), n
 
             count = schedule.count(items_ref) * heads
             start = lax.axis_index("block"), jnp.bool_(True), jnp.int32(0)
@@ -174,64 +167,30 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
             plgpu.set_max_registers(232, action="increase")
             pl.when(me == 1)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
-            def softmax(s, peak, total):
-                """(P, new maximum, new sum, decay of what was summed before)."""
-                new_peak = jnp.maximum(peak, s.max(axis=1))
-                decay = jnp.exp2((peak - new_peak) * to_log2)
-                p = jnp.exp2(s * to_log2 - across(new_peak * to_log2, s))
-                return p, new_peak, total * decay + p.sum(axis=1), decay
-
             def attend(item, n):
                 """(sum of P V, maximum, sum of P) of an item whose K and V begin at the n-th tile of the rings."""
-                slot = lax.rem(n, STAGES)
-                plgpu.barrier_wait(k_ready.at[slot])
-                plgpu.barrier_wait(turn.at[me])
-                (s,) = inline.issue_products(q_box.at[me], k_box.at[slot], None, None, None, _SWIZZLED)
-                plgpu.barrier_arrive(turn.at[1 - me])
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(k_free.at[slot])
-                s = mask(inline.settle(s), item)
-                p, peak, total, _ = softmax(s, filled((HALF,), _MASKED, _ROWS), filled((HALF,), 0, _ROWS))
-                p = p.astype(jnp.bfloat16)
-
-                def one(i, carry):
-                    acc, p, peak, total = carry
-                    slot, before = lax.rem(n + i, STAGES), lax.rem(n + i - 1, STAGES)
-                    plgpu.barrier_wait(v_ready.at[before])
-                    plgpu.barrier_wait(k_ready.at[slot])
-                    plgpu.barrier_wait(turn.at[me])
-                    s, acc = inline.issue_products(
-                        q_box.at[me], k_box.at[slot], v_box.at[before], p, acc, _SWIZZLED
-                    )
-                    plgpu.barrier_arrive(turn.at[1 - me])
-                    plgpu.wgmma_wait(1)  # S is there, P V may still run
-                    plgpu.barrier_arrive(k_free.at[slot])
-                    s = inline.settle(s)
-                    p, peak, total, decay = lax.optimization_barrier(softmax(s, peak, total))
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(v_free.at[before])
-                    acc = inline.settle(acc)
-                    # Not before the wait: P V reads the registers of the old P until then.
-                    p = inline.settle(p).astype(jnp.bfloat16)
-                    return acc * across(decay, acc), p, peak, total
-
-                carry = filled((HALF, v_width), 0, _ACC), p, peak, total
-                acc, p, peak, total = lax.fori_loop(1, item.kv_tiles, one, carry)
-                plgpu.barrier_arrive(q_free.at[me])
-                last = lax.rem(n + item.kv_tiles - 1, STAGES)
-                plgpu.barrier_wait(v_ready.at[last])
-                (acc,) = inline.issue_products(None, None, v_box.at[last], p, acc, _SWIZZLED)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(v_free.at[last])
-                return inline.settle(acc), peak, total
+                return pipeline.attend(
+                    q_box.at[me],
+                    pipeline.Rings(k_box, v_box, k_ready, k_free, v_ready, v_free, turn),
+                    n,
+                    item.kv_tiles,
+                    me=me,
+                    following=1 - me,
+                    v_width=v_width,
+                    to_log2=to_log2,
+                    mask=lambda s, _: mask(s, item),
+                    masked=1,
+                    score=lambda s: s,
+                    queries_read=lambda: plgpu.barrier_arrive(q_free.at[me]),
+                )
 
             def mask(s, item):
                 position = (
-                    plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=_ACC) + (item.kv_tiles - 1) * TILE
+                    plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC) + (item.kv_tiles - 1) * TILE
                 )
                 seen = position < item.kv_length
                 if causal:
-                    query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=_ACC)
+                    query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC)
                     seen &= position <= query + (item.q_position + me * HALF)
                 return jnp.where(seen, s, -jnp.inf)
 
@@ -245,7 +204,7 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
 
                 @pl.when(item.kv_tiles > 0)
                 def some():
-                    acc, peak, total = attend(item, n)
+                    acc, peak, total, _ = attend(item, n)
                     seen = total > 0
                     safe = jnp.where(seen, total, 1)
                     lse = jnp.where(seen, (peak * to_log2 + jnp.log2(safe)) * math.log(2), jnp.inf)
@@ -254,7 +213,7 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
                 @pl.when(item.kv_tiles == 0)
                 def none():
                     plgpu.barrier_arrive(q_free.at[me])
-                    store(filled((HALF, v_width), 0, _ACC), filled((HALF,), jnp.inf, _ROWS))
+                    store(filled((HALF, v_width), 0, ACC), filled((HALF,), jnp.inf, ROWS))
 
                 return n + item.kv_tiles, wait_item()
 
@@ -265,7 +224,7 @@ def _attend(q, k_nope, k_pe, v, schedule: Schedule, *, causal, sm_scale, blocks)
             lax.while_loop(lambda carry: carry[1].q_rows > 0, visit, (jnp.int32(0), wait_item()))
 
     def ring(stages, chunks, rows):
-        return plgpu.SMEM((stages, chunks, rows, CHUNK), jnp.bfloat16, transforms=_SWIZZLED)
+        return plgpu.SMEM((stages, chunks, rows, CHUNK), jnp.bfloat16, transforms=SWIZZLED)
 
     barrier = plgpu.Barrier
     call = plgpu.kernel(

@@ -3,6 +3,7 @@
 Addresses are computed in 64 bits.
 """
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ def issue_products(q_ref, k_ref, v_ref, p, acc, transforms):
     """Starts S = q @ k^T and then acc += p @ v, each a group of WGMMAs, and returns (S, acc) still in flight.
 
     q_ref [qk_chunks, 64, 64], k_ref [qk_chunks, keys, 64] and v_ref [v_chunks, keys, 64] are bf16 in swizzled shared
-    memory; p is bf16 [64, keys] and acc f32 [64, 64 * v_chunks] in the WGMMA layout. Where q_ref and k_ref, or the other
+    memory; q_ref may have its rows in several dimensions, and more of them than the first 64, which are read. p is bf16 [64, keys] and acc f32 [64, 64 * v_chunks] in the WGMMA layout. Where q_ref and k_ref, or the other
     three, are None, only the other product is started, and its result alone returned. Nothing may touch the results or p
     before `plgpu.wgmma_wait`, after which `settle` orders their uses.
 
@@ -49,9 +50,10 @@ def issue_products(q_ref, k_ref, v_ref, p, acc, transforms):
             q, k = next(given), next(given)
             a, b = _descriptor(q), _descriptor(k)
             s = asm.accumulator(_QUERIES, keys)
-            for c in range(_chunks(q)):
+            chunks, *rows, _ = ir.MemRefType(q.type).shape
+            for c in range(chunks):
                 for piece in range(0, _ROW_BYTES, 2 * _SLICE):
-                    a_at = asm.descriptor(a, c * _QUERIES * _ROW_BYTES + piece)
+                    a_at = asm.descriptor(a, c * math.prod(rows) * _ROW_BYTES + piece)
                     b_at = asm.descriptor(b, c * keys * _ROW_BYTES + piece)
                     asm.wgmma(s, a_at, b_at, transpose="0, 0")
             asm.lines.append("wgmma.commit_group.sync.aligned;")
@@ -81,6 +83,45 @@ def settle(x):
         return mgpu.optimization_barrier(x)
 
     return order(x)
+
+
+def keep_columns(x, first, last):
+    """x[i, j] where ``first[i] <= j <= last[i]``, else -inf. x: f32 in the WGMMA layout; bounds: int32 in that of its rows.
+
+    Columns are immediate operands here. Those of `broadcasted_iota` the compiler keeps in registers, 32 of them and more.
+    """
+    bound = _WGMMA.reduce(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(_WGMMA, bound, bound),
+        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=_WGMMA),
+    )
+    def keep(_, x, first, last):
+        lane, _row = _lane_and_row()
+        own = arith.muli(arith.remui(lane, utils.c(4, _i32())), utils.c(2, _i32()))
+        lower, upper = (
+            {
+                half: arith.subi(word, own)
+                for half, [word] in ((h, r.values()) for h, r in _by_half(v).items())
+            }
+            for v in (first, last)
+        )
+        nothing = utils.c(-float("inf"), ir.F32Type.get())
+        registers = np.empty(x.registers.shape, dtype=object)
+        for index, row, column in _register_places(x.layout, x.shape, x.registers.shape):
+            pair = x.registers[index]
+            for e in range(2):
+                at = utils.c(column + e, _i32())
+                inside = arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.sle, lower[row], at),
+                    arith.cmpi(arith.CmpIPredicate.sge, upper[row], at),
+                )
+                value = arith.select(inside, _element(x.registers[index], e), nothing)
+                pair = llvm.insertelement(pair, value, utils.c(e, _i32()))
+            registers[index] = pair
+        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+
+    return keep(x, first, last)
 
 
 class _Assembly:
@@ -171,10 +212,6 @@ def _wgmma_array(elements: list[ir.Value], shape: tuple[int, int]):
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
-def _chunks(ref) -> int:
-    return ir.MemRefType(ref.type).shape[0]
-
-
 def _descriptor(ref, leading: int = 16) -> ir.Value:
     """Shared-memory matrix descriptor (PTX ISA, "Matrix descriptor format") of 128-byte rows with 128-byte swizzle.
 
@@ -188,33 +225,50 @@ def _descriptor(ref, leading: int = 16) -> ir.Value:
     return arith.ori(arith.ori(at, utils.c(constant, _i64())), high)
 
 
-def draw_ticket(queue_ref, scratch_ref):
-    """Adds 1 to queue_ref[0], an int32 in global memory, and returns what it held, to all threads of the warpgroup.
+def draw_ticket(queue_ref):
+    """Adds 1 to queue_ref[0], an int32 in global memory; `ticket` makes what it held known to all threads.
 
-    scratch_ref: int32[1] of shared memory that nothing else uses.
+    The answer takes the better part of a microsecond: draw early.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        arg_types=(plgpu.RefType(),), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+    )
+    def draw(_, queue):
+        i32 = _i32()
+        thread = arith.remui(utils.thread_idx(), utils.c(utils.WARPGROUP_SIZE, i32))
+        drawn = utils.inline_ptx(
+            "{ .reg .pred p; setp.eq.u32 p, $2, 0; mov.u32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+            _pointer(queue), thread, result_types=i32, has_side_effects=True,
+        )  # fmt: skip
+        return mgpu.FragmentedArray.splat(drawn, (), is_signed=True)
+
+    return draw(queue_ref)
+
+
+def ticket(drawn, scratch_ref):
+    """The ticket that `draw_ticket` drew. scratch_ref: int32[1] of shared memory that nothing else uses."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_SCALAR, plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR),
     )
-    def draw(_, queue, scratch):
+    def tell(_, drawn, scratch):
         i32 = _i32()
         utils.warpgroup_barrier()  # all have read the last ticket
-        lane = arith.remui(utils.thread_idx(), utils.c(utils.WARPGROUP_SIZE, i32))
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))):
-            ticket = utils.inline_ptx(
-                "atom.relaxed.gpu.global.add.u32 $0, [$1], 1;",
-                _pointer(queue), result_types=i32, has_side_effects=True,
-            )  # fmt: skip
-            utils.inline_ptx("st.shared.b32 [$0], $1;", _shared(scratch), ticket, has_side_effects=True)
+        thread = arith.remui(utils.thread_idx(), utils.c(utils.WARPGROUP_SIZE, i32))
+        first = arith.cmpi(arith.CmpIPredicate.eq, thread, utils.c(0, i32))
+        utils.inline_ptx(
+            "st.shared.b32 [$0], $1;",
+            _shared(scratch), drawn.registers.item(), predicate=first, has_side_effects=True,
+        )  # fmt: skip
         utils.warpgroup_barrier()
         ticket = utils.inline_ptx(
             "ld.volatile.shared.b32 $0, [$1];", _shared(scratch), result_types=i32, has_side_effects=True
         )
         return mgpu.FragmentedArray.splat(ticket, (), is_signed=True)
 
-    return draw(queue_ref, scratch_ref)
+    return tell(drawn, scratch_ref)
 
 
 def store_words(ref, words) -> None:
@@ -234,20 +288,25 @@ def store_words(ref, words) -> None:
     store(ref, words)
 
 
-def zero_rows(ref, first, transforms) -> None:
-    """``ref[:, r, :] = 0`` for r >= first, in bf16 shared memory [chunks, 128, 64] whose rows are 128 bytes each.
+def zero_rows(ref, first, transforms, before=None) -> None:
+    """``ref[:, r, :] = 0`` for r >= first, and for r < before where that is given, in bf16 shared memory
+    [chunks, rows, 64] of at most 128 rows of 128 bytes each.
 
     The 128-byte swizzle permutes bytes inside a row, so it does not matter here.
     """
+    bounds = (first,) if before is None else (first, before)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _SCALAR), return_type=None)
-    def zero(_, ref, first):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), (_SCALAR,) * len(bounds)), return_type=None)
+    def zero(_, ref, bounds):
         i32 = _i32()
         chunks, rows, width = ir.MemRefType(ref.type).shape
-        if rows != utils.WARPGROUP_SIZE or width != 64:
-            raise ValueError(f"expected [chunks, 128, 64], got {[chunks, rows, width]}")
+        if utils.WARPGROUP_SIZE % rows or width != 64:
+            raise ValueError(f"expected [chunks, a divisor of 128, 64], got {[chunks, rows, width]}")
         row = arith.remui(utils.thread_idx(), utils.c(rows, i32))
-        dead = arith.cmpi(arith.CmpIPredicate.sge, row, first.registers.item())
+        first, *before = (x.registers.item() for x in bounds)
+        dead = arith.cmpi(arith.CmpIPredicate.sge, row, first)
+        for x in before:
+            dead = arith.ori(dead, arith.cmpi(arith.CmpIPredicate.slt, row, x))
         at = arith.addi(_shared(ref), arith.muli(row, utils.c(128, i32)))
         nothing = utils.c(0, i32)
         for offset in range(0, chunks * rows * 128, rows * 128):
@@ -257,26 +316,42 @@ def zero_rows(ref, first, transforms) -> None:
                     at, nothing, predicate=dead, has_side_effects=True,
                 )  # fmt: skip
 
-    zero(ref, first)
+    zero(ref, tuple(map(jnp.int32, bounds)))
 
 
-def store_rows(ref, values, first, head, rows) -> None:
-    """``ref[first + i, head] = values[i]`` for i < rows, straight from registers.
+def store_rows(ref, values, first, head, rows, sharing=1) -> None:
+    """``ref[first + i // sharing, head + i % sharing] = values[i]`` for i < rows, straight from registers.
 
-    `values`: bf16 [64, width] in the WGMMA layout, width a multiple of 32, for a ref [tokens, heads, width]; or f32 [64]
-    in the layout of WGMMA rows, for a ref [tokens, heads].
+    `values`: bf16 or f32 [64, width] in the WGMMA layout, width a multiple of 32, for a ref [tokens, heads, width]; or f32
+    [64] in the layout of WGMMA rows, for a ref [tokens, heads].
     """
     layout = plgpu.Layout.WGMMA if values.ndim == 2 else plgpu.Layout.WGMMA.reduce(1)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, _SCALAR, _SCALAR, _SCALAR), return_type=None)
     def store(_, ref, values, first, head, rows):
-        scalars = (x.registers.item() for x in (first, head, rows))
-        (_store_tile if len(values.shape) == 2 else _store_vector)(ref, values, *scalars)
+        first, head, rows = (x.registers.item() for x in (first, head, rows))
+
+        def place(at):
+            """(token, head) of a line."""
+            if sharing == 1:
+                return arith.addi(first, at), head
+            shared = utils.c(sharing, _i32())
+            return (
+                arith.addi(first, arith.divui(at, shared)),
+                arith.addi(head, arith.remui(at, shared)),
+            )
+
+        if len(values.shape) == 1:
+            _store_vector(ref, values, place, rows)
+        elif utils.bytewidth(values.mlir_dtype) == 4:
+            _store_pairs(ref, values, place, rows)
+        else:
+            _store_tile(ref, values, place, rows)
 
     store(ref, values, jnp.int32(first), jnp.int32(head), jnp.int32(rows))
 
 
-def _store_tile(ref, values, first, head, rows):
+def _store_tile(ref, values, place, rows):
     # A thread of a WGMMA accumulator holds, of row 16 * warp + lane / 4 + {0, 8} and of every 8 columns, the columns
     # 2 * (lane % 4) + {0, 1}. Four threads exchange theirs, so that each holds 8 neighbours: 16 bytes.
     width = values.shape[1]
@@ -289,7 +364,8 @@ def _store_tile(ref, values, first, head, rows):
         at = arith.addi(row, utils.c(half, _i32()))
         inside = arith.cmpi(arith.CmpIPredicate.slt, at, rows)
         column = arith.muli(quad, utils.c(8, _i32()))
-        address = _row_pointer(ref, arith.addi(first, at), head, column)
+        token, head = place(at)
+        address = _row_pointer(ref, token, head, column)
         for group in range(0, width // 8, 4):
             utils.inline_ptx(
                 f"st.global.v4.b32 [$0+{group * 16}], {{$1, $2, $3, $4}};",
@@ -297,7 +373,23 @@ def _store_tile(ref, values, first, head, rows):
             )  # fmt: skip
 
 
-def _store_vector(ref, values, first, head, rows):
+def _store_pairs(ref, values, place, rows):
+    """f32: two neighbours a thread, and 32 bytes a quad."""
+    lane, row = _lane_and_row()
+    column = arith.muli(arith.remui(lane, utils.c(4, _i32())), utils.c(2, _i32()))
+    for half, registers in _by_half(values, _pair).items():
+        at = arith.addi(row, utils.c(half, _i32()))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, at, rows)
+        token, head = place(at)
+        address = _row_pointer(ref, token, head, column)
+        for offset, pair in registers.items():
+            utils.inline_ptx(
+                f"st.global.v2.f32 [$0+{4 * offset}], {{$1, $2}};",
+                address, *pair, predicate=inside, has_side_effects=True,
+            )  # fmt: skip
+
+
+def _store_vector(ref, values, place, rows):
     lane, row = _lane_and_row()
     one_of_quad = arith.cmpi(
         arith.CmpIPredicate.eq, arith.remui(lane, utils.c(4, _i32())), utils.c(0, _i32())
@@ -306,9 +398,10 @@ def _store_vector(ref, values, first, head, rows):
         [word] = registers.values()
         at = arith.addi(row, utils.c(half, _i32()))
         inside = arith.andi(one_of_quad, arith.cmpi(arith.CmpIPredicate.slt, at, rows))
+        token, head = place(at)
         utils.inline_ptx(
             "st.global.b32 [$0], $1;",
-            _row_pointer(ref, arith.addi(first, at), head, None), word, predicate=inside, has_side_effects=True,
+            _row_pointer(ref, token, head, None), word, predicate=inside, has_side_effects=True,
         )  # fmt: skip
 
 
