@@ -120,7 +120,7 @@ def attend(
         relative_bias=relative_bias,
     )
     if q.shape[1] > MAX_DRAFT:
-        # There is no Mosaic form for chunks: by that name they take the one preferred on the device.
+        # Mosaic serves fewer heads and rows in chunks than in decode: by that name they take what is preferred on the device.
         name = None if implementation == "mosaic" else implementation
         return gqa_prefill(q, buffer, source, k_offset, v_offset, q_start, implementation=name, **options)
     return gqa_decode(
