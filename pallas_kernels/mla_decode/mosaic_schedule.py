@@ -1,4 +1,4 @@
-"""How the MLA decode kernel deals work to thread blocks: a split of a cost line, found by one warp scan in each block.
+"""How the MLA decode kernel deals work to thread blocks: a split of a cost line, which one warp of each block finds.
 
 Row b of the batch costs ``tiles(b) + overhead``: its KV tiles of 64 positions and a fixed price for starting a row (query
 load, output store). Rows lie end to end on a line of ``total`` units; group g of thread blocks takes the units
@@ -24,7 +24,7 @@ TILE = 64  # KV positions a tile
 _OVERHEAD = 4  # tiles' worth of fixed work for each row that a block touches
 _NEVER = 2**31 - 1
 _LANES = 32
-_IN_FLIGHT = 4  # chunks of 32 rows whose lengths are loaded together
+_IN_FLIGHT = 4  # rows of a lane whose lengths are loaded together
 
 
 class Share(NamedTuple):
@@ -153,28 +153,27 @@ def _emit_find_share(
         )
         return arith.select(arith.andi(inside, less(start, stop)), tiles, zero), inside
 
-    chunks = -(-batch // _LANES)
+    # Each lane counts some rows that lie together: two scans find a row among them, however many there are.
+    rows_each = -(-batch // _LANES)
+    first_row = arith.muli(lane, const(rows_each))
+    in_flight = min(rows_each, _IN_FLIGHT)
 
-    def loop(carry, body, unroll):
-        """Runs body(first chunk, carry) for each `unroll` chunks of 32 rows."""
-        return _repeat(
-            -(-chunks // unroll), carry, lambda i, carry: body(arith.muli(i, const(unroll)), carry)
-        )
-
-    def row_of(chunk, i=0):
-        return arith.addi(arith.muli(arith.addi(chunk, const(i)), const(_LANES)), lane)
-
-    in_flight = min(chunks, _IN_FLIGHT)
-
-    def survey(chunk, carry):
-        total, least, most = carry
-        for tiles, inside in [tiles_of(row_of(chunk, i)) for i in range(in_flight)]:
-            total = arith.addi(total, tiles)
+    def survey(i, carry):
+        mine, least, most = carry
+        first = arith.muli(i, const(in_flight))
+        for tiles, inside in [row_of_lane(arith.addi(first, const(j))) for j in range(in_flight)]:
+            mine = arith.addi(mine, tiles)
             least = arith.minui(least, arith.select(inside, tiles, const(_NEVER)))
             most = arith.maxui(most, tiles)
-        return [total, least, most]
+        return [mine, least, most]
 
-    total, least, most = loop([zero, const(_NEVER), zero], survey, in_flight)
+    def row_of_lane(i):
+        row = arith.addi(first_row, i)
+        # Rows past this lane's are the next one's.
+        return tiles_of(arith.select(less(i, const(rows_each)), row, none))
+
+    mine, least, most = _repeat(-(-rows_each // in_flight), [zero, const(_NEVER), zero], survey)
+    total = mine
     for distance in (16, 8, 4, 2, 1):
         total = arith.addi(total, mgpu.utils.shfl_bfly(total, distance))
         least = arith.minui(least, mgpu.utils.shfl_bfly(least, distance))
@@ -203,30 +202,57 @@ def _emit_find_share(
 
     shuffle = lambda value, other, kind, clamp: nvvm.shfl_sync(everyone, value, other, const(clamp), kind)
 
-    def scan(chunk, carry):
-        base, *found = carry
-        tiles, inside = tiles_of(row_of(chunk))  # in the L1 cache by now
-        cost = arith.select(inside, arith.addi(tiles, overhead), zero)
-        through = cost
+    def through(cost):
+        """Sum of the costs of the lanes up to this one."""
         for distance in (1, 2, 4, 8, 16):
-            before = shuffle(through, const(distance), nvvm.ShflKind.up, 0)
-            through = arith.addi(through, arith.select(less(lane, const(distance)), zero, before))
-        end = arith.addi(base, through)
-        start = arith.subi(end, cost)
-        for side, at in enumerate(ends):
-            row, offset = found[2 * side : 2 * side + 2]
-            hits = nvvm.vote_sync(everyone, less(at, end), nvvm.VoteSyncKind.ballot)
-            first_lane = llvm.intr_cttz(hits, False)
-            first_start = shuffle(start, arith.minui(first_lane, const(31)), nvvm.ShflKind.idx, 31)
-            fresh = arith.andi(
-                arith.cmpi(arith.CmpIPredicate.eq, row, none), arith.cmpi(arith.CmpIPredicate.ne, hits, zero)
-            )
-            hit = arith.addi(arith.muli(chunk, const(_LANES)), first_lane)
-            found[2 * side] = arith.select(fresh, hit, row)
-            found[2 * side + 1] = arith.select(fresh, arith.subi(at, first_start), offset)
-        return [shuffle(end, const(31), nvvm.ShflKind.idx, 31), *found]
+            before = shuffle(cost, const(distance), nvvm.ShflKind.up, 0)
+            cost = arith.addi(cost, arith.select(less(lane, const(distance)), zero, before))
+        return cost
 
-    _, *found = loop([zero, none, zero, none, zero], scan, 1)
+    def first_past(at, start, cost):
+        """(whether some lane's part of the line ends past `at`, the first such lane, its start)."""
+        hits = nvvm.vote_sync(everyone, less(at, arith.addi(start, cost)), nvvm.VoteSyncKind.ballot)
+        hit = arith.minui(llvm.intr_cttz(hits, False), const(_LANES - 1))
+        return arith.cmpi(arith.CmpIPredicate.ne, hits, zero), hit, shuffle(start, hit, nvvm.ShflKind.idx, 31)
+
+    # First the lane whose rows hold an end, then the row.
+    rows_here = arith.maxsi(arith.minsi(arith.subi(none, first_row), const(rows_each)), zero)
+    cost = arith.addi(mine, arith.muli(overhead, rows_here))
+    start = arith.subi(through(cost), cost)
+    found = []
+    for at in ends:
+        some, hit, base = first_past(at, start, cost)
+        found.append((at, some, arith.muli(hit, const(rows_each)), base))
+
+    def scan(chunk, carry):  # of a lane's rows, 32 at a time
+        after = []
+        for (at, _, first, _), (base, row, offset) in zip(found, zip(*[iter(carry)] * 3), strict=True):
+            i = arith.addi(arith.muli(chunk, const(_LANES)), lane)
+            row_here = arith.select(less(i, const(rows_each)), arith.addi(first, i), none)
+            tiles, inside = tiles_of(row_here)  # in the L1 cache by now
+            cost = arith.select(inside, arith.addi(tiles, overhead), zero)
+            end = arith.addi(base, through(cost))
+            some, hit, hit_start = first_past(at, arith.subi(end, cost), cost)
+            fresh = arith.andi(arith.cmpi(arith.CmpIPredicate.eq, row, none), some)
+            hit = arith.addi(arith.addi(first, arith.muli(chunk, const(_LANES))), hit)
+            after += [
+                shuffle(end, const(_LANES - 1), nvvm.ShflKind.idx, 31),
+                arith.select(fresh, hit, row),
+                arith.select(fresh, arith.subi(at, hit_start), offset),
+            ]
+        return after
+
+    if rows_each > 1:
+        carry = [x for _, _, _, base in found for x in (base, none, zero)]
+        ends_found = _repeat(-(-rows_each // _LANES), carry, scan)
+        rows_found = [(ends_found[1], ends_found[2]), (ends_found[4], ends_found[5])]
+    else:
+        rows_found = [(first, arith.subi(at, base)) for at, _, first, base in found]
+    found = [
+        x
+        for (_, some, _, _), (row, offset) in zip(found, rows_found, strict=True)
+        for x in (arith.select(some, row, none), arith.select(some, offset, zero))
+    ]
     for i, value in enumerate([*found, size, overhead]):
         memref.store(value, out, [constant(i)])
 

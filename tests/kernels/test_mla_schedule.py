@@ -130,7 +130,7 @@ def check(shares, tiles):
         assert len(owners.get(row, [])) == 1
 
 
-@pytest.mark.parametrize("batch", [1, 2, 31, 32, 33, 64, 100, 128, 129, 300, 512])
+@pytest.mark.parametrize("batch", [1, 2, 31, 32, 33, 64, 100, 128, 129, 300, 512, 1100])
 @pytest.mark.parametrize("groups", [1, 8, 66, 132])
 def test_every_tile_is_dealt_once(warp, batch, groups):
     rng = np.random.default_rng([batch, groups])
