@@ -168,6 +168,7 @@ def test_page_size_that_does_not_fit(capsys, checkpoint, page_size):
     [
         (("generate", "--prompt", "x"), "--model"),
         (("generate", "--model", "m", "--pool-bytes", "lots"), "'lots' is no size"),
+        (("generate", "--model", "m", "--pool-bytes", "infG"), "must be positive and finite, got 'infG'"),
         (("generate", "--model", "m", "--pool", "elastic"), "elastic"),
         (("generate", "--model", "m"), "no prompt given"),
         (("generate", "--model", "m", "--prompt-ids", "one"), "token ids such as"),

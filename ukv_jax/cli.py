@@ -5,6 +5,7 @@ Bad input ends in one line on stderr and exit code 2.
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -38,8 +39,8 @@ def size(text: str) -> int:
         value = float(digits.removesuffix(unit)) * factor
     except (KeyError, ValueError):
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 300000, 512M or 1.5G") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"a size must be positive, got {text!r}")
+    if not 1 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"a size must be positive and finite, got {text!r}")
     return int(value)
 
 

@@ -172,6 +172,9 @@ def test_a_multimodal_checkpoint_gives_the_text_model(published):
         ({"num_kv_shared_layers": 5}, "no earlier layer is of the kinds ['gqa']"),
         ({"per_layer_config": {"1": {"head_dim": 16}}}, "alone and alike, found {'1'"),
         ({"num_key_value_heads": 3}, "num_key_value_heads 3 does not divide num_attention_heads 4"),
+        ({"rope_parameters": None}, "text_config: rope_parameters must be given"),
+        ({"num_kv_shared_layers": 1.5}, "num_kv_shared_layers must be an integer of 0 or more, found 1.5"),
+        ({"per_layer_config": 5}, "per_layer_config must be an object, found 5"),
         ({"altup_num_inputs": 4}, "fields that are not implemented: {'altup_num_inputs': 4}"),
     ],
 )

@@ -101,6 +101,8 @@ def test_the_published_20b_config(tmp_path):
         ({"num_key_value_heads": 7}, "num_key_value_heads 7 does not divide num_attention_heads 64"),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not implemented"),
         ({"rope_scaling": {"rope_type": "longrope"}}, "rope_type 'longrope' is not implemented"),
+        ({"rope_scaling": None}, "rope_scaling or rope_parameters must be given"),
+        ({"rope_theta": None}, "rope_theta must be a number above 0, found None"),
         ({"sparse_rows": 3}, "fields that are not implemented: {'sparse_rows': 3}"),
     ],
 )

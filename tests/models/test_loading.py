@@ -190,6 +190,26 @@ def test_a_cut_file(checkpoint, keep):
         load_model(directory)
 
 
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ([1], "the safetensors header is no object, found list"),
+        (
+            {"a": {"dtype": "BF16", "shape": [2]}},
+            "tensor a wants dtype, shape and data_offsets, found {'dtype'",
+        ),
+        ({"a": {"dtype": "BF16", "shape": 2, "data_offsets": [0, 4]}}, "tensor a wants dtype, shape"),
+        ({"a": {"dtype": "BF16", "shape": [2], "data_offsets": [4]}}, "tensor a wants dtype, shape"),
+        ({"a": 5}, "tensor a wants dtype, shape and data_offsets, found 5"),
+    ],
+)
+def test_a_malformed_header(tmp_path, header, message):
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        CheckpointFiles(tmp_path)
+
+
 def test_nothing_to_load(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json found"):
         load_config(tmp_path)
@@ -239,7 +259,7 @@ def linear(**changes):
         (linear(kda_layers=[1, 2]), "do not name layers 1 to 2 once each"),
         (
             linear(gate_lower_bound=-5.0),
-            "linear_attn_config has fields that are not implemented: ['gate_lower_bound']",
+            "linear_attn_config: fields that are not implemented: {'gate_lower_bound': -5.0}",
         ),
         (linear(head_dim=None), "linear_attn_config.head_dim (or linear_head_dim) must be one integer"),
     ],

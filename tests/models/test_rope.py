@@ -18,12 +18,16 @@ from ukv_jax.models.rope import (
     apply_rope,
     inverse_frequencies,
     read_rope,
+    read_ropes,
     yarn_mscale,
 )
 
 with np.load(Path(__file__).parent / "golden" / "rope.npz") as file:
     GOLDEN = {name: file[name] for name in file.files}
 CASES = sorted(name.removeprefix("config_") for name in GOLDEN if name.startswith("config_"))
+
+
+YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 4096}
 
 
 def read(fields, head_dim=64, **options):
@@ -58,7 +62,7 @@ def test_fields_at_the_top_mean_the_same():
     new = read({"rope_parameters": {**scaling, "rope_theta": 50000}}, interleaved=True)
     assert old == new
     assert old.softmax_factor == yarn_mscale(40, 1.0) ** 2 == pytest.approx(1.8738542070926265)
-    assert read({}) == RopeConfig(64, 10_000.0)
+    assert read({"rope_theta": 50000}) == RopeConfig(64, 50000.0)
 
 
 def test_parameters_by_kind_of_layer():
@@ -68,11 +72,34 @@ def test_parameters_by_kind_of_layer():
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         }
     }
-    reader = ConfigReader(fields, "config.json")
-    assert read_rope(reader, 64, layer_type="full_attention") == RopeConfig(
-        64, 1e6, scaling=LinearScaling(8.0)
-    )
-    assert read_rope(reader, 64, layer_type="sliding_attention") == RopeConfig(64, 1e4)
+    kinds = {"full_attention": 64, "sliding_attention": 32}
+    ropes = read_ropes(ConfigReader(fields, "config.json"), kinds)
+    assert ropes["full_attention"] == RopeConfig(64, 1e6, scaling=LinearScaling(8.0))
+    assert ropes["sliding_attention"] == RopeConfig(32, 1e4)
+    one = {"rope_parameters": {"rope_theta": 1e4}}
+    assert read_ropes(ConfigReader(one, "config.json"), kinds)["full_attention"] == RopeConfig(64, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {},
+            "config.json: rope_parameters must be given, one for all of ['full', 'sliding'] or one for each",
+        ),
+        (
+            {"rope_parameters": {"full": {"rope_theta": 1e4}, "sliding": {"rope_theta": 1e4}, "factor": 8}},
+            "rope_parameters: fields that are not implemented: {'factor': 8}",
+        ),
+        (
+            {"rope_parameters": {"full": {"rope_theta": 1e4}}},
+            "rope_parameters: entries wanted for each of ['full', 'sliding'], found ['full']",
+        ),
+    ],
+)
+def test_refused_parameters_by_kind_of_layer(fields, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_ropes(ConfigReader(fields, "config.json"), {"full": 64, "sliding": 32})
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -120,15 +147,26 @@ def test_attention_factor_and_dtype():
             "original_max_position_embeddings must be an integer",
         ),
         ({"partial_rotary_factor": 0.01}, "wants an even number of dimensions above 0, found 0"),
+        ({"rope_theta": None}, "rope_theta must be a number above 0, found None"),
+        ({"rope_theta": [1]}, "rope_theta must be a number above 0, found [1]"),
+        (
+            {"rope_parameters": {"rope_theta": 1e6}},
+            "rope_parameters: rope_theta 1000000.0 contradicts 10000.0",
+        ),
+        ({"rope_scaling": {"type": "default", "warmup": 0}}, "not implemented: {'warmup': 0}"),
+        ({"rope_scaling": YARN | {"mscale": "abc"}}, "mscale must be a number, found 'abc'"),
+        ({"rope_scaling": YARN | {"mscale": -1}}, "mscale -1.0 and mscale_all_dim 0.0 must not be negative"),
+        ({"rope_scaling": YARN | {"beta_fast": [1]}}, "beta_fast must be a number above 0, found [1]"),
+        ({"rope_scaling": YARN | {"truncate": 0}}, "truncate must be true or false, found 0"),
     ],
 )
 def test_refused_parameters(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        read(fields)
+        read({"rope_theta": 1e4, **fields})
 
 
 def test_inert_fields_and_narrow_heads():
-    fields = {"rope_parameters": {"rope_type": "default", "mrope_section": [11, 11, 10]}}
+    fields = {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [11, 11, 10]}}
     assert read(fields, inert=("mrope_section",)) == RopeConfig(64)
     with pytest.raises(ValueError, match="of 64 dimensions, but heads have 32"):
         apply_rope(RopeConfig(64), jnp.zeros((1, 1, 32)), jnp.zeros((1, 1), jnp.int32))

@@ -7,13 +7,17 @@ hashable, so that a configuration can be closed over by, or be a static argument
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 if TYPE_CHECKING:
     from ukv_jax.models.rope import RopeConfig
+
+T = TypeVar("T", str, int)
+_PLURALS = {str: "strings", int: "integers"}
 
 
 @dataclass(frozen=True)
@@ -239,19 +243,65 @@ class ConfigReader:
             raise self.fail(f"fields that mean the same disagree: {found}")
         return next(iter(found.values()), default)
 
-    def positive(self, *names: str) -> int:
-        """A required integer above zero."""
-        value = self.get(*names)
-        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise self.fail(f"{' or '.join(names)} must be an integer above 0, found {value!r}")
+    def positive(self, *names: str, default: int | None = None) -> int:
+        """An integer above zero; required without a default."""
+        return self._integer(names, 1, "above 0", default)
+
+    def natural(self, *names: str, default: int | None = None) -> int:
+        """An integer of 0 or more; required without a default."""
+        return self._integer(names, 0, "of 0 or more", default)
+
+    def _integer(self, names: tuple[str, ...], least: int, words: str, default: int | None) -> int:
+        value = self.get(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise self.fail(f"{' or '.join(names)} must be an integer {words}, found {value!r}")
         return value
 
-    def number(self, *names: str) -> float:
-        """A required number above zero."""
-        value = self.get(*names)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A finite number above zero; required without a default."""
+        value = self.get(*names, default=default)
+        if not is_number(value) or value <= 0:
             raise self.fail(f"{' or '.join(names)} must be a number above 0, found {value!r}")
         return float(value)
+
+    def real(self, name: str, default: float) -> float:
+        """A finite number of any sign."""
+        value = self.get(name, default=default)
+        if not is_number(value):
+            raise self.fail(f"{name} must be a number, found {value!r}")
+        return float(value)
+
+    def flag(self, *names: str, default: bool) -> bool:
+        value = self.get(*names, default=default)
+        if not isinstance(value, bool):
+            raise self.fail(f"{' or '.join(names)} must be true or false, found {value!r}")
+        return value
+
+    def list_of(self, kind: type[T], name: str, default: list[T]) -> list[T]:
+        """A list of strings or of integers."""
+        value = self.get(name, default=default)
+        if not isinstance(value, list) or any(type(item) is not kind for item in value):
+            raise self.fail(f"{name} must be a list of {_PLURALS[kind]}, found {value!r}")
+        return value
+
+    def maybe_list_of(self, kind: type[T], name: str) -> list[T] | None:
+        """`list_of`, or None where the field is absent or null."""
+        return None if self.get(name) is None else self.list_of(kind, name, [])
+
+    def token_id(self, name: str) -> int | None:
+        """An integer, absent or null."""
+        value = self.get(name)
+        if value is not None and type(value) is not int:
+            raise self.fail(f"{name} must be an integer, found {value!r}")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """An integer, a list of them, absent or null."""
+        value = self.get(name)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if any(type(i) is not int for i in ids):
+            raise self.fail(f"{name} must be an integer or a list of integers, found {value!r}")
+        return tuple(ids)
 
     def section(self, *names: str) -> ConfigReader:
         """Reader of a nested object (empty if none of the names is present); its `finish` is the caller's to call."""
@@ -264,7 +314,9 @@ class ConfigReader:
     def only(self, name: str, *allowed: Any) -> None:
         """Accepts an absent or null field, or one of the values that the implementation stands for."""
         value = self.get(name)
-        if value is not None and value not in allowed:
+        if value is not None and not any(
+            value == a and isinstance(value, bool) == isinstance(a, bool) for a in allowed
+        ):
             raise self.fail(f"{name} = {value!r} is not implemented; implemented: {list(allowed) or 'unset'}")
 
     def inert(self, names: Iterable[str]) -> None:
@@ -272,8 +324,12 @@ class ConfigReader:
         self._seen.update(names)
 
     def finish(self) -> None:
-        """Names every field that was set and that nobody read."""
-        left = {k: v for k, v in self._raw.items() if k not in self._seen and v not in (None, False)}
+        """Names every field that was set and that nobody read; null is unset."""
+        left = {
+            k: v
+            for k, v in self._raw.items()
+            if k not in self._seen and v is not None and not (k in OFF_WHEN_FALSE and v in (False, 0))
+        }
         if left:
             raise self.fail(f"fields that are not implemented: {left}")
 
@@ -285,6 +341,18 @@ INERT_FIELDS = (
     "output_attentions", "id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder",
     "aux_loss_alpha", "seq_aux", "ep_size", "_attn_implementation", "router_aux_loss_coef",
 )  # fmt: skip
+
+# Options of that class which ask for nothing where they are false or 0; with any other value they are named.
+OFF_WHEN_FALSE = frozenset((
+    "is_decoder", "add_cross_attention", "tie_encoder_decoder", "torchscript", "use_bfloat16", "tf_legacy_loss",
+    "remove_invalid_values", "do_sample", "early_stopping", "output_scores", "return_dict_in_generate", "min_length",
+    "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "diversity_penalty",
+))  # fmt: skip
+
+
+def is_number(value: Any) -> bool:
+    """A finite one; true and false are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -314,7 +382,7 @@ def load_config(directory: str | Path) -> ModelConfig:
     path = path if path.is_file() else path / "config.json"
     raw = read_json(path)
     model_type = raw.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"{path}: model_type {model_type!r} is not implemented; families: {sorted(FAMILIES)}"
         )
@@ -323,13 +391,6 @@ def load_config(directory: str | Path) -> ModelConfig:
     config = FAMILIES[model_type].read_config(reader)
     reader.finish()
     return config
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """eos_token_id may be a number, a list or absent."""
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
 
 
 def read_dtype(reader: ConfigReader) -> str:

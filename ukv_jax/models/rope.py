@@ -12,7 +12,7 @@ DeepSeek's are). Every layer of a step asks for the same angles; inside jit XLA 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
@@ -67,6 +67,7 @@ class ProportionalScaling:
     factor: float = 1.0
 
 
+KINDS = ("default", "linear", "yarn", "llama3", "proportional")  # what rope_type may be
 Scaling = LinearScaling | YarnScaling | Llama3Scaling | ProportionalScaling
 
 
@@ -162,77 +163,101 @@ def read_rope(
     head_dim: int,
     *,
     interleaved: bool = False,
-    layer_type: str | None = None,
-    default_theta: float = 10_000.0,
     default_partial: float = 1.0,
     inert: Iterable[str] = (),
 ) -> RopeConfig:
     """Reads rope_theta, partial_rotary_factor and rope_scaling, or rope_parameters, which transformers 5 nests them in.
 
-    layer_type: the key of rope_parameters to read where it has an entry for each kind of layer. inert: fields of
-    rope_parameters that change nothing for the inputs at hand (mrope_section for text). Reads max_position_embeddings
-    for scalings that name no original length. Raises ValueError for scalings and fields that are not implemented.
+    inert: fields of rope_parameters that change nothing for the inputs at hand (mrope_section for text). Reads
+    max_position_embeddings for scalings that name no original length. Raises ValueError for scalings and fields that are
+    not implemented.
     """
     section = reader.section("rope_parameters", "rope_scaling")
-    if layer_type is not None and section.get(layer_type) is not None:
-        section = section.section(layer_type)
-    theta = section.get("rope_theta", default=reader.get("rope_theta", default=default_theta))
-    partial = section.get(
-        "partial_rotary_factor", default=reader.get("partial_rotary_factor", default=default_partial)
-    )
     section.inert(inert)
-    if section.get("rope_type", "type") == "proportional":
-        factor = section.number("factor") if section.get("factor") is not None else 1.0
+    return _read(reader, section, head_dim, interleaved, default_partial)
+
+
+def read_ropes(reader: ConfigReader, head_dims: Mapping[str, int]) -> dict[str, RopeConfig]:
+    """The rotation of each kind of layer, by the kinds of `head_dims`: rope_parameters has an entry for each of them, or
+    holds one for all. Raises ValueError as `read_rope`, and where it is absent: there is no common default."""
+    if reader.get("rope_parameters", "rope_scaling") is None:
+        raise reader.fail(
+            f"rope_parameters must be given, one for all of {sorted(head_dims)} or one for each"
+        )
+    section = reader.section("rope_parameters", "rope_scaling")
+    given = [kind for kind in head_dims if section.get(kind) is not None]
+    if not given:
+        return {kind: _read(reader, section, dim) for kind, dim in head_dims.items()}
+    if len(given) < len(head_dims):
+        raise section.fail(f"entries wanted for each of {sorted(head_dims)}, found {given}")
+    section.finish()
+    return {kind: _read(reader, section.section(kind), dim) for kind, dim in head_dims.items()}
+
+
+def _read(
+    reader: ConfigReader,
+    section: ConfigReader,
+    head_dim: int,
+    interleaved: bool = False,
+    default_partial: float = 1.0,
+) -> RopeConfig:
+    """Reads one rotation from its section, and what it does not have from the top."""
+    kind = section.get("rope_type", "type", default="default")
+    if kind not in KINDS:
+        raise section.fail(f"rope_type {kind!r} is not implemented; implemented: {', '.join(KINDS)}")
+    theta = _number(reader, section, "rope_theta")
+    partial = _number(reader, section, "partial_rotary_factor", default_partial)
+    if kind == "proportional":
+        factor = section.number("factor", default=1.0)
         section.finish()
         pairs = int(partial * head_dim // 2)
-        return RopeConfig(head_dim, float(theta), interleaved, ProportionalScaling(pairs, factor))
-    scaling = _read_scaling(reader, section)
+        return RopeConfig(head_dim, theta, interleaved, ProportionalScaling(pairs, factor))
+    scaling = _read_scaling(reader, section, kind)
     section.finish()
-    return RopeConfig(int(head_dim * partial), float(theta), interleaved, scaling)
+    dim = int(head_dim * partial)
+    if dim <= 0 or dim % 2:
+        raise section.fail(f"rotary embedding wants an even number of dimensions above 0, found {dim}")
+    return RopeConfig(dim, theta, interleaved, scaling)
+
+
+def _number(reader: ConfigReader, section: ConfigReader, name: str, default: float | None = None) -> float:
+    """A number of the section or of the top, where both have it the same one; required without a default."""
+    inner, outer = section.get(name), reader.get(name)
+    if inner is not None and outer is not None and inner != outer:
+        raise section.fail(f"{name} {inner!r} contradicts {outer!r} outside")
+    return (reader if inner is None else section).number(name, default=default)
 
 
 def _read_scaling(
-    reader: ConfigReader, section: ConfigReader
+    reader: ConfigReader, section: ConfigReader, kind: str
 ) -> LinearScaling | YarnScaling | Llama3Scaling | None:
-    kind = section.get("rope_type", "type", default="default")
     if kind == "default":
         return None
-    if kind not in ("linear", "yarn", "llama3"):
-        raise section.fail(
-            f"rope_type {kind!r} is not implemented; implemented: default, linear, yarn, llama3, proportional, proportional"
-        )
     if kind == "linear":
         return LinearScaling(section.number("factor"))
     longest = reader.get("max_position_embeddings")
-    original = section.get(
+    original = section.positive(
         "original_max_position_embeddings",
         default=reader.get("original_max_position_embeddings", default=longest),
     )
-    if not isinstance(original, int) or original <= 0:
-        raise section.fail(f"original_max_position_embeddings must be an integer above 0, found {original!r}")
     if kind == "llama3":
         low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
         if low >= high:
             raise section.fail(f"low_freq_factor {low} must be below high_freq_factor {high}")
         return Llama3Scaling(section.number("factor"), original, low, high)
-    if section.get("factor") is None and isinstance(longest, int):
-        factor = longest / original
-    else:
-        factor = section.number("factor")
-    mscale, all_dim = section.get("mscale", default=0), section.get("mscale_all_dim", default=0)
-    attention = section.get("attention_factor")
-    if attention is None:
-        attention = (
-            yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
-            if mscale and all_dim
-            else yarn_mscale(factor)
-        )
+    stretch = None if longest is None else reader.positive("max_position_embeddings") / original
+    factor = section.number("factor", default=stretch)
+    mscale, all_dim = (section.real(name, default=0) for name in ("mscale", "mscale_all_dim"))
+    if min(mscale, all_dim) < 0:
+        raise section.fail(f"mscale {mscale} and mscale_all_dim {all_dim} must not be negative")
+    both = mscale and all_dim
+    attention = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if both else yarn_mscale(factor)
     return YarnScaling(
         factor,
         original,
-        float(section.get("beta_fast", default=32)),
-        float(section.get("beta_slow", default=1)),
-        bool(section.get("truncate", default=True)),
-        float(attention),
+        section.number("beta_fast", default=32),
+        section.number("beta_slow", default=1),
+        section.flag("truncate", default=True),
+        section.number("attention_factor", default=attention),
         yarn_mscale(factor, all_dim) ** 2 if all_dim else 1.0,
     )

@@ -95,8 +95,8 @@ class CheckpointFiles:
         index = self.directory / "model.safetensors.index.json"
         if index.is_file():
             shards = read_json(index).get("weight_map")
-            if not isinstance(shards, dict):
-                raise ValueError(f"{index}: no weight_map found")
+            if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+                raise ValueError(f"{index}: no weight_map from tensors to files found")
             paths = [self.directory / name for name in sorted(set(shards.values()))]
             absent = [p.name for p in paths if not p.is_file()]
             if absent:
@@ -126,9 +126,15 @@ class CheckpointFiles:
                 header = json.loads(file.read(length))
             except (json.JSONDecodeError, UnicodeDecodeError) as error:
                 raise ValueError(f"{path}: the safetensors header is not valid JSON ({error})") from error
+        if not isinstance(header, dict):
+            raise ValueError(f"{path}: the safetensors header is no object, found {type(header).__name__}")
         data = 8 + length
         header.pop("__metadata__", None)
         for name, entry in header.items():
+            if not _is_entry(entry):
+                raise ValueError(
+                    f"{path}: tensor {name} wants dtype, shape and data_offsets, found {entry!r}"
+                )
             if name in self._entries:
                 raise ValueError(f"{path}: tensor {name} is also in {self._entries[name][0].name}")
             end = data + entry["data_offsets"][1]
@@ -157,6 +163,21 @@ class CheckpointFiles:
                 f"{path}: tensor {name} has {end - begin} bytes, its shape {shape} wants another number"
             )
         return self._maps[path][data + begin : data + end].view(dtype).reshape(shape)
+
+
+def _is_entry(entry: Any) -> bool:
+    """A tensor's line of a safetensors header: dtype, shape and the two ends of its bytes."""
+
+    def naturals(x: Any) -> bool:
+        return isinstance(x, list) and all(type(n) is int and n >= 0 for n in x)
+
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("dtype"), str)
+        and naturals(entry.get("shape"))
+        and naturals(entry.get("data_offsets"))
+        and len(entry["data_offsets"]) == 2
+    )
 
 
 def resolve(

@@ -21,7 +21,7 @@ def read_mla(reader: ConfigReader, rope: RopeConfig | None = None) -> MLAConfig:
         qk_nope_head_dim=reader.positive("qk_nope_head_dim"),
         qk_rope_head_dim=reader.positive("qk_rope_head_dim"),
         v_head_dim=reader.positive("v_head_dim"),
-        q_lora_rank=reader.get("q_lora_rank"),
+        q_lora_rank=None if reader.get("q_lora_rank") is None else reader.positive("q_lora_rank"),
         rope=rope,
     )
     reader.only("qk_head_dim", mla.qk_head_dim)

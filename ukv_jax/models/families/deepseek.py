@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ukv_jax.models.config import ConfigReader, ModelConfig, MoEConfig, read_dtype, token_ids
+from ukv_jax.models.config import ConfigReader, ModelConfig, MoEConfig, read_dtype
 from ukv_jax.models.families.common import (
     check_groups,
     dense_then_moe,
@@ -63,13 +63,13 @@ def read_v3(reader: ConfigReader) -> ModelConfig:
         "deepseek_v3",
         MoEConfig(
             **_experts(reader),
-            renormalize=bool(reader.get("norm_topk_prob", default=True)),
+            renormalize=reader.flag("norm_topk_prob", default=True),
             num_groups=reader.positive("n_group"),
             groups_per_token=reader.positive("topk_group"),
             score_function="sigmoid",
             group_rank="top2",
         ),
-        interleaved=bool(reader.get("rope_interleave", default=True)),
+        interleaved=reader.flag("rope_interleave", default=True),
     )
 
 
@@ -78,8 +78,8 @@ def _experts(reader: ConfigReader) -> dict:
         "num_experts": reader.positive("n_routed_experts", "num_local_experts", "num_experts"),
         "experts_per_token": reader.positive("num_experts_per_tok"),
         "intermediate_size": reader.positive("moe_intermediate_size"),
-        "num_shared_experts": reader.get("n_shared_experts", default=0),
-        "scaling_factor": float(reader.get("routed_scaling_factor", default=1.0)),
+        "num_shared_experts": reader.natural("n_shared_experts", default=0),
+        "scaling_factor": reader.number("routed_scaling_factor", default=1.0),
     }
 
 
@@ -95,18 +95,18 @@ def _read(
         vocab_size=reader.positive("vocab_size"),
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=reader.positive("intermediate_size"),
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-6)),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
         mixers=("mla",) * layers,
-        mlps=dense_then_moe(layers, reader.get("first_k_dense_replace", default=0)),
+        mlps=dense_then_moe(layers, reader.natural("first_k_dense_replace", default=0)),
         dtype=read_dtype(reader),
         max_position=reader.positive("max_position_embeddings"),
-        eos_token_ids=token_ids(reader.get("eos_token_id")),
-        bos_token_id=reader.get("bos_token_id"),
-        pad_token_id=reader.get("pad_token_id"),
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=reader.token_id("bos_token_id"),
+        pad_token_id=reader.token_id("pad_token_id"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
         mla=read_mla(reader, rope),
         moe=check_groups(reader, moe),
-        mtp_layers=reader.get("num_nextn_predict_layers", "num_mtp_layers", default=0),
+        mtp_layers=reader.natural("num_nextn_predict_layers", "num_mtp_layers", default=0),
         fp8_block=read_fp8_block(reader),
     )
 

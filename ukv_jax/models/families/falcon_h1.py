@@ -14,8 +14,8 @@ from ukv_jax.models.config import (
     Mamba2Config,
     ModelConfig,
     Multipliers,
+    is_number,
     read_dtype,
-    token_ids,
 )
 from ukv_jax.models.families.common import Path, gated, gqa, whole
 from ukv_jax.models.families.family import Family
@@ -47,35 +47,33 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.positive("intermediate_size"),
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-5)),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-5),
         mixers=("mamba2_gqa",) * layers,
         mlps=("dense",) * layers,
         dtype=read_dtype(reader),
         max_position=reader.positive("max_position_embeddings"),
-        eos_token_ids=token_ids(reader.get("eos_token_id")),
-        bos_token_id=reader.get("bos_token_id"),
-        pad_token_id=reader.get("pad_token_id"),
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=reader.token_id("bos_token_id"),
+        pad_token_id=reader.token_id("pad_token_id"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
         gqa=_attention(reader, hidden),
         mamba2=_mamba2(reader, hidden),
         multipliers=Multipliers(
-            embedding=_number(reader, "embedding_multiplier"),
-            logits=_number(reader, "lm_head_multiplier"),
+            embedding=reader.real("embedding_multiplier", default=1.0),
+            logits=reader.real("lm_head_multiplier", default=1.0),
             mlp_gate=mlp[0],
             mlp_out=mlp[1],
-            attention_in=_number(reader, "attention_in_multiplier"),
-            attention_out=_number(reader, "attention_out_multiplier"),
-            mamba_out=_number(reader, "ssm_out_multiplier"),
+            attention_in=reader.real("attention_in_multiplier", default=1.0),
+            attention_out=reader.real("attention_out_multiplier", default=1.0),
+            mamba_out=reader.real("ssm_out_multiplier", default=1.0),
         ),
     )
 
 
-def _number(reader: ConfigReader, name: str) -> float:
-    return float(reader.get(name, default=1.0))
-
-
 def _numbers(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:
     values = reader.get(name, default=[1.0] * count)
+    if not isinstance(values, list) or not all(map(is_number, values)):
+        raise reader.fail(f"{name} must be a list of numbers, found {values!r}")
     if len(values) != count:
         raise reader.fail(f"{name} must have {count} entries, found {values}")
     return tuple(float(value) for value in values)
@@ -83,45 +81,44 @@ def _numbers(reader: ConfigReader, name: str, count: int) -> tuple[float, ...]:
 
 def _attention(reader: ConfigReader, hidden: int) -> GQAConfig:
     heads = reader.positive("num_attention_heads")
-    kv_heads = reader.get("num_key_value_heads", default=heads)
-    head_dim = reader.get("head_dim", default=hidden // heads)
+    kv_heads = reader.positive("num_key_value_heads", default=heads)
+    head_dim = reader.positive("head_dim", default=hidden // heads)
     if heads % kv_heads:
         raise reader.fail(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     reader.only("attention_bias", False)
     # Scaled keys mean scaled scores.
-    scale = head_dim**-0.5 * _number(reader, "key_multiplier")
+    scale = head_dim**-0.5 * reader.real("key_multiplier", default=1.0)
     return GQAConfig(heads, kv_heads, head_dim, rope=read_rope(reader, head_dim), sm_scale=scale)
 
 
 def _mamba2(reader: ConfigReader, hidden: int) -> Mamba2Config:
-    channels = reader.get("mamba_d_ssm", default=reader.get("mamba_expand", default=2) * hidden)
-    reader.inert(("mamba_expand",))
-    heads, head_dim = reader.positive("mamba_n_heads"), reader.get("mamba_d_head", default="auto")
-    if head_dim == "auto":
-        head_dim = channels // heads
+    channels = reader.positive("mamba_d_ssm", default=reader.positive("mamba_expand", default=2) * hidden)
+    heads = reader.positive("mamba_n_heads")
+    automatic = reader.get("mamba_d_head", default="auto") == "auto"
+    head_dim = channels // heads if automatic else reader.positive("mamba_d_head")
     if heads * head_dim != channels:
         raise reader.fail(
             f"mamba_n_heads {heads} of mamba_d_head {head_dim} do not make mamba_d_ssm {channels}"
         )
-    groups = reader.get("mamba_n_groups", default=1)
+    groups = reader.positive("mamba_n_groups", default=1)
     if heads % groups:
         raise reader.fail(f"mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
     reader.only("mamba_proj_bias", False)
     limit = reader.get("time_step_limit", default=[0.0, math.inf])
-    # transformers writes infinity as an object.
-    limit = [x["__float__"] if isinstance(x, dict) and set(x) == {"__float__"} else x for x in limit]
-    if [float(x) for x in limit] != [0.0, math.inf]:
+    # Infinity is written as itself, as an object (transformers) or as text.
+    infinite = [math.inf, {"__float__": "Infinity"}, "inf", "Infinity"]
+    if not (isinstance(limit, list | tuple) and len(limit) == 2 and limit[0] == 0 and limit[1] in infinite):
         raise reader.fail(f"time_step_limit = {limit} is not implemented; implemented: 0 to infinity")
-    norm_before_gate = bool(reader.get("mamba_norm_before_gate", default=True))
+    norm_before_gate = reader.flag("mamba_norm_before_gate", default=True)
     return Mamba2Config(
         num_heads=heads,
         head_dim=head_dim,
         state_size=reader.positive("mamba_d_state"),
         num_groups=groups,
-        conv_kernel=reader.get("mamba_d_conv", default=4),
-        conv_bias=bool(reader.get("mamba_conv_bias", default=True)),
-        norm_before_gate=norm_before_gate if reader.get("mamba_rms_norm", default=False) else None,
-        in_multiplier=_number(reader, "ssm_in_multiplier"),
+        conv_kernel=reader.positive("mamba_d_conv", default=4),
+        conv_bias=reader.flag("mamba_conv_bias", default=True),
+        norm_before_gate=norm_before_gate if reader.flag("mamba_rms_norm", default=False) else None,
+        in_multiplier=reader.real("ssm_in_multiplier", default=1.0),
         multipliers=_numbers(reader, "ssm_multipliers", 5),
     )
 

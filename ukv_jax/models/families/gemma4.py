@@ -20,7 +20,6 @@ from ukv_jax.models.config import (
     MoEConfig,
     Multipliers,
     read_dtype,
-    token_ids,
 )
 from ukv_jax.models.families.common import (
     Path,
@@ -32,7 +31,7 @@ from ukv_jax.models.families.common import (
     whole,
 )
 from ukv_jax.models.families.family import Family
-from ukv_jax.models.rope import read_rope
+from ukv_jax.models.rope import read_ropes
 from ukv_jax.models.weights import Place, Tensor
 
 MIXER_OF_LAYER_TYPE = {"sliding_attention": "swa", "full_attention": "gqa"}
@@ -54,7 +53,7 @@ def read_config(top: ConfigReader) -> ModelConfig:
     layers, hidden = reader.positive("num_hidden_layers"), reader.positive("hidden_size")
     mixers = _mixers(reader, layers)
     full, swa = _attention(reader, mixers)
-    shared = reader.get("num_kv_shared_layers", default=0)
+    shared = reader.natural("num_kv_shared_layers", default=0)
     lacking = {m for m in mixers[layers - shared :] if m not in mixers[: layers - shared]}
     if lacking:
         raise reader.fail(
@@ -62,37 +61,37 @@ def read_config(top: ConfigReader) -> ModelConfig:
             f"kinds {sorted(lacking)}"
         )
     reader.only("hidden_activation", "gelu_pytorch_tanh")
-    moe = _moe(reader) if reader.get("enable_moe_block", default=False) else None
+    moe = _moe(reader) if reader.flag("enable_moe_block", default=False) else None
     reader.inert(("num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size"))
     reader.only("use_bidirectional_attention", "vision")  # text is causal then too
-    width = reader.get("hidden_size_per_layer_input", default=256)
-    cap = reader.get("final_logit_softcapping")
+    vocab = reader.positive("vocab_size_per_layer_input", default=262_144)
+    width = reader.natural("hidden_size_per_layer_input", default=256)
+    capped = reader.get("final_logit_softcapping") is not None
     config = ModelConfig(
         family="gemma4",
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.positive("intermediate_size"),
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-6)),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
         mixers=mixers,
         mlps=("dense_moe" if moe else "dense",) * layers,
-        dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") else top),
+        dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") is not None else top),
         max_position=reader.positive("max_position_embeddings"),
-        eos_token_ids=token_ids(reader.get("eos_token_id")),
-        bos_token_id=reader.get("bos_token_id"),
-        pad_token_id=reader.get("pad_token_id"),
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=True)),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=reader.token_id("bos_token_id"),
+        pad_token_id=reader.token_id("pad_token_id"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=True),
         gqa=full,
         swa=swa,
         moe=moe,
         multipliers=Multipliers(embedding=hidden**0.5),
         activation="gelu_tanh",
-        final_logit_cap=None if cap is None else float(cap),
+        final_logit_cap=reader.number("final_logit_softcapping") if capped else None,
         kv_shared_layers=shared,
-        shared_mlp_factor=2 if reader.get("use_double_wide_mlp", default=False) else 1,
+        shared_mlp_factor=2 if reader.flag("use_double_wide_mlp", default=False) else 1,
         per_layer_width=width,
-        per_layer_vocab=reader.get("vocab_size_per_layer_input", default=262_144) if width else 0,
+        per_layer_vocab=vocab if width else 0,
     )
-    reader.inert(("vocab_size_per_layer_input",))
     top.get("dtype", "torch_dtype")
     if nested:
         top.only("tie_word_embeddings", config.tie_word_embeddings)
@@ -120,7 +119,7 @@ def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     every_sixth = [
         "full_attention" if i % 6 == 5 or i == layers - 1 else "sliding_attention" for i in range(layers)
     ]
-    types = reader.get("layer_types", default=every_sixth)
+    types = reader.list_of(str, "layer_types", default=every_sixth)
     mixers = layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
     if types[-1] != "full_attention":
         raise reader.fail(f"the last of layer_types must be full_attention, found {types[-1]!r}")
@@ -130,11 +129,11 @@ def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
 def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig, GQAConfig]:
     """Attention of full layers and of sliding-window ones."""
     heads, kv_heads = reader.positive("num_attention_heads"), reader.positive("num_key_value_heads")
-    k_is_v = bool(reader.get("attention_k_eq_v", default=False))
+    k_is_v = reader.flag("attention_k_eq_v", default=False)
     reader.only("attention_bias", False)
     wide = _of_full_layers(reader, mixers, k_is_v)
     head_dim = {"full_attention": wide.get("head_dim", 512), "sliding_attention": reader.positive("head_dim")}
-    ropes = {kind: read_rope(reader, dim, layer_type=kind) for kind, dim in head_dim.items()}
+    ropes = read_ropes(reader, head_dim)
     # Queries and keys are normalised; scores are not scaled.
     swa = GQAConfig(
         heads,
@@ -159,22 +158,23 @@ def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig
 def _of_full_layers(reader: ConfigReader, mixers: tuple[str, ...], k_is_v: bool) -> dict[str, int]:
     """What full layers have otherwise: from per_layer_config, or from the fields that stood for it before."""
     by_layer = reader.get("per_layer_config")
-    head_dim, kv_heads = reader.get("global_head_dim"), reader.get("num_global_key_value_heads")
+    before = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    given = {name: reader.positive(old) for name, old in before.items() if reader.get(old) is not None}
     if by_layer is None:
-        fields = {"head_dim": head_dim, "num_key_value_heads": kv_heads if k_is_v else None}
-        return {name: value for name, value in fields.items() if value is not None}
+        return given if k_is_v else {name: value for name, value in given.items() if name == "head_dim"}
     full = [str(i) for i, mixer in enumerate(mixers) if mixer == "gqa"]
-    if not by_layer:  # full layers are like the others: head_dim and num_key_value_heads are theirs too
+    if by_layer == {}:  # full layers are like the others: head_dim and num_key_value_heads are theirs too
         return {"head_dim": reader.positive("head_dim")}
-    values = list(by_layer.values())
+    layers = reader.section("per_layer_config")
+    values = [layers.get(i) for i in full]
     if sorted(by_layer) != sorted(full) or any(v != values[0] for v in values):
         raise reader.fail(
             f"per_layer_config is implemented for the full-attention layers {full} alone and alike, found {by_layer}"
         )
-    unknown = sorted(set(values[0]) - {"head_dim", "num_key_value_heads"})
-    if unknown:
-        raise reader.fail(f"per_layer_config has fields that are not implemented: {unknown}")
-    return dict(values[0])
+    layer = layers.section(full[0])
+    found = {name: layer.positive(name) for name in before if layer.get(name) is not None}
+    layer.finish()
+    return found
 
 
 def tensors(config: ModelConfig) -> list[Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ukv_jax.models.config import ConfigReader, GQAConfig, ModelConfig, MoEConfig, read_dtype, token_ids
+from ukv_jax.models.config import ConfigReader, GQAConfig, ModelConfig, MoEConfig, read_dtype
 from ukv_jax.models.families.common import (
     Path,
     check_groups,
@@ -31,17 +31,20 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     """Maps config.json; raises ValueError for what the layer kinds here don't compute."""
     layers = reader.positive("num_hidden_layers")
     head_dim = reader.positive("head_dim")
+    if reader.get("rope_parameters", "rope_scaling") is None:
+        # Its own configuration class would take YaRN, and plain rotation is no guess of ours.
+        raise reader.fail('rope_scaling or rope_parameters must be given ({"rope_type": "default"} for none)')
     full = check_heads(
         reader,
         GQAConfig(
             num_heads=reader.positive("num_attention_heads"),
             num_kv_heads=reader.positive("num_key_value_heads"),
             head_dim=head_dim,
-            rope=read_rope(reader, head_dim, default_theta=150_000.0),
+            rope=read_rope(reader, head_dim),
         ),
     )
     in_turn = [("sliding_attention", "full_attention")[i % 2] for i in range(layers)]
-    types = reader.get("layer_types", default=in_turn)
+    types = reader.list_of(str, "layer_types", default=in_turn)
     mixers = layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
     if "gqa" not in mixers:
         raise reader.fail("layer_types without full_attention are not implemented: a pool has full attention")
@@ -61,8 +64,8 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         scaling_factor=1.0,
         score_function="softmax",
         clamp=(
-            float(reader.get("swiglu_alpha", default=1.702)),
-            float(reader.get("swiglu_limit", default=7.0)),
+            reader.number("swiglu_alpha", default=1.702),
+            reader.number("swiglu_limit", default=7.0),
         ),
     )
     return ModelConfig(
@@ -70,15 +73,15 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.positive("vocab_size"),
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=size,
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-5)),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-5),
         mixers=mixers,
         mlps=("moe",) * layers,
         dtype=read_dtype(reader),
         max_position=reader.positive("max_position_embeddings"),
-        eos_token_ids=token_ids(reader.get("eos_token_id")),
-        bos_token_id=reader.get("bos_token_id"),
-        pad_token_id=reader.get("pad_token_id"),
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=reader.token_id("bos_token_id"),
+        pad_token_id=reader.token_id("pad_token_id"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
         gqa=full,
         swa=replace(full, window=reader.positive("sliding_window")),
         moe=check_groups(reader, moe),

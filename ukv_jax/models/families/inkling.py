@@ -22,7 +22,6 @@ from ukv_jax.models.config import (
     MoEConfig,
     Multipliers,
     read_dtype,
-    token_ids,
 )
 from ukv_jax.models.families.common import Path, check_groups, check_heads, layer_kinds, whole
 from ukv_jax.models.families.family import Family
@@ -67,25 +66,26 @@ def read_config(top: ConfigReader) -> ModelConfig:
     reader.only("final_logit_softcapping")
     reader.only("tie_word_embeddings", False)
     reader.inert(INERT)
+    unpadded = reader.get("unpadded_vocab_size") is not None
     config = ModelConfig(
         family="inkling_text",
         vocab_size=reader.positive("vocab_size"),
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=dense_size,
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-6)),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
         mixers=mixers,
         mlps=mlps,
-        dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") else top),
+        dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") is not None else top),
         max_position=reader.positive("max_position_embeddings", "model_max_length"),
-        eos_token_ids=token_ids(reader.get("eos_token_id", default=top.get("eos_token_id"))),
-        bos_token_id=reader.get("bos_token_id", default=top.get("bos_token_id")),
-        pad_token_id=reader.get("pad_token_id", default=top.get("pad_token_id")),
+        eos_token_ids=reader.token_ids("eos_token_id") or top.token_ids("eos_token_id"),
+        bos_token_id=_first(reader.token_id("bos_token_id"), top.token_id("bos_token_id")),
+        pad_token_id=_first(reader.token_id("pad_token_id"), top.token_id("pad_token_id")),
         gqa=full,
         swa=swa,
         moe=moe,
         multipliers=Multipliers(logits=1 / reader.number("logits_mup_width_multiplier")),
         residual_conv_kernel=reader.positive("sconv_kernel_size", "conv_kernel_size"),
-        logits_width=reader.get("unpadded_vocab_size"),
+        logits_width=reader.positive("unpadded_vocab_size") if unpadded else None,
     )
     if config.residual_conv_kernel < 2:
         raise reader.fail("sconv_kernel_size = 1 is not implemented: such a convolution remembers nothing")
@@ -99,9 +99,13 @@ def read_config(top: ConfigReader) -> ModelConfig:
     return config
 
 
+def _first(a: int | None, b: int | None) -> int | None:
+    return b if a is None else a
+
+
 def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
     """Layer kinds from `layer_types` or `local_layer_ids`, which must not contradict each other; else every sixth is full."""
-    local, types = reader.get("local_layer_ids"), reader.get("layer_types")
+    local, types = reader.maybe_list_of(int, "local_layer_ids"), reader.maybe_list_of(str, "layer_types")
     if local is not None and sorted(local) != [i for i in range(layers) if i in local]:
         raise reader.fail(
             f"local_layer_ids must name layers 0 to {layers - 1}, each at most once, found {local}"
@@ -118,7 +122,7 @@ def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
 
 
 def _mlps(reader: ConfigReader, layers: int) -> tuple[str, ...]:
-    dense, types = reader.get("dense_mlp_idx", default=0), reader.get("mlp_layer_types")
+    dense, types = reader.natural("dense_mlp_idx", default=0), reader.maybe_list_of(str, "mlp_layer_types")
     if types is None:
         types = ["dense" if i < dense else "sparse" for i in range(layers)]
     return layer_kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
@@ -128,7 +132,7 @@ def _attention(reader: ConfigReader, mixers: tuple[str, ...]) -> tuple[GQAConfig
     """Attention of full layers and of sliding-window ones, whose bias reaches as far as they see."""
     for name in ("q_bias", "o_bias", "attention_bias"):
         reader.only(name, False)
-    gain = 0.1 if reader.get("log_scaling_alpha") is None else reader.number("log_scaling_alpha")
+    gain = reader.number("log_scaling_alpha", default=0.1)
     scaled = reader.get("log_scaling_n_floor") is not None
     log_scaling = (reader.positive("log_scaling_n_floor"), gain) if scaled else None
     width, extent = reader.positive("d_rel"), reader.positive("rel_extent")
@@ -152,8 +156,7 @@ def _mlp_sizes(reader: ConfigReader) -> tuple[int, int]:
     """Widths of dense MLPs and of one expert: intermediate_size is the latter where dense_intermediate_size is given."""
     size, dense = reader.positive("intermediate_size"), reader.get("dense_intermediate_size")
     if dense is None:
-        given = reader.get("moe_intermediate_size") is not None
-        return size, reader.positive("moe_intermediate_size") if given else size
+        return size, reader.positive("moe_intermediate_size", default=size)
     reader.only("moe_intermediate_size", size)
     return reader.positive("dense_intermediate_size"), size
 

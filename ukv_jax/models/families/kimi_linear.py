@@ -15,7 +15,6 @@ from ukv_jax.models.config import (
     ModelConfig,
     MoEConfig,
     read_dtype,
-    token_ids,
 )
 from ukv_jax.models.families.common import (
     Path,
@@ -47,17 +46,14 @@ def read_config(reader: ConfigReader) -> ModelConfig:
     """Maps config.json; raises ValueError for what the layer kinds here don't compute."""
     layers = reader.positive("num_hidden_layers")
     latent = read_mla(reader)
-    linear = reader.get("linear_attn_config", default={})
-    known = {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"}
-    if set(linear) - known:
-        raise reader.fail(
-            f"linear_attn_config has fields that are not implemented: {sorted(set(linear) - known)}"
-        )
+    linear = reader.section("linear_attn_config")
     kda = KDAConfig(
         num_heads=_linear_field(reader, linear, "num_heads", "linear_num_heads"),
         head_dim=_linear_field(reader, linear, "head_dim", "linear_head_dim"),
         conv_kernel=_linear_field(reader, linear, "short_conv_kernel_size", "linear_conv_kernel_dim"),
     )
+    mixers = _mixers(reader, layers, linear)
+    linear.finish()
     mlps = _mlps(reader, layers)
     moe = _moe(reader) if "moe" in mlps else None
     reader.inert(MOE_FIELDS)
@@ -71,35 +67,35 @@ def read_config(reader: ConfigReader) -> ModelConfig:
         vocab_size=reader.positive("vocab_size"),
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=reader.positive("intermediate_size"),
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-5)),
-        mixers=_mixers(reader, layers, linear),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-5),
+        mixers=mixers,
         mlps=mlps,
         dtype=read_dtype(reader),
-        max_position=reader.get("model_max_length", "max_position_embeddings", default=1 << 20),
-        eos_token_ids=token_ids(reader.get("eos_token_id")),
-        bos_token_id=reader.get("bos_token_id"),
-        pad_token_id=reader.get("pad_token_id"),
-        tie_word_embeddings=bool(reader.get("tie_word_embeddings", default=False)),
+        max_position=reader.positive("model_max_length", "max_position_embeddings", default=1 << 20),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=reader.token_id("bos_token_id"),
+        pad_token_id=reader.token_id("pad_token_id"),
+        tie_word_embeddings=reader.flag("tie_word_embeddings", default=False),
         mla=latent,
         kda=kda,
         moe=moe,
     )
 
 
-def _linear_field(reader: ConfigReader, linear: dict, published: str, flat: str) -> int:
+def _linear_field(reader: ConfigReader, linear: ConfigReader, published: str, flat: str) -> int:
     """A KDA dimension: the published config nests it, transformers also writes it at the top."""
-    values = {value for value in (linear.get(published), reader.get(flat)) if value is not None}
-    if len(values) != 1 or not all(isinstance(value, int) and value > 0 for value in values):
+    values = [value for value in (linear.get(published), reader.get(flat)) if value is not None]
+    if not values or any(type(value) is not int or value <= 0 or value != values[0] for value in values):
         raise reader.fail(
-            f"linear_attn_config.{published} (or {flat}) must be one integer above 0, found {sorted(map(str, values))}"
+            f"linear_attn_config.{published} (or {flat}) must be one integer above 0, found {values}"
         )
-    return values.pop()
+    return int(values[0])
 
 
-def _mixers(reader: ConfigReader, layers: int, linear: dict) -> tuple[str, ...]:
+def _mixers(reader: ConfigReader, layers: int, linear: ConfigReader) -> tuple[str, ...]:
     """Layer kinds from `layer_types`, or from the lists of the published config, which count layers from 1."""
-    types = reader.get("layer_types")
-    full, kda = linear.get("full_attn_layers"), linear.get("kda_layers")
+    types = reader.maybe_list_of(str, "layer_types")
+    full, kda = (linear.maybe_list_of(int, name) for name in ("full_attn_layers", "kda_layers"))
     if full is None or kda is None:
         if types is None:
             raise reader.fail(
@@ -117,9 +113,9 @@ def _mixers(reader: ConfigReader, layers: int, linear: dict) -> tuple[str, ...]:
 
 
 def _mlps(reader: ConfigReader, layers: int) -> tuple[str, ...]:
-    types = reader.get("mlp_layer_types")
-    dense = reader.get("first_k_dense_replace", default=1)
-    every = reader.get("moe_layer_freq", default=1)
+    types = reader.maybe_list_of(str, "mlp_layer_types")
+    dense = reader.natural("first_k_dense_replace", default=1)
+    every = reader.positive("moe_layer_freq", default=1)
     if types is None:
         return tuple("moe" if i >= dense and i % every == 0 else "dense" for i in range(layers))
     return layer_kinds(reader, "mlp_layer_types", types, MLP_OF_LAYER_TYPE, layers)
@@ -131,15 +127,17 @@ def _moe(reader: ConfigReader) -> MoEConfig:
         num_experts=reader.positive("num_experts", "num_local_experts", "n_routed_experts"),
         experts_per_token=reader.positive("num_experts_per_token", "num_experts_per_tok"),
         intermediate_size=reader.positive("moe_intermediate_size"),
-        num_shared_experts=reader.get("num_shared_experts", "n_shared_experts", default=0),
-        renormalize=bool(reader.get("moe_renormalize", "norm_topk_prob", default=True)),
-        scaling_factor=float(reader.get("routed_scaling_factor", default=1.0)),
-        num_groups=reader.get("num_expert_group", "n_group", default=1),
-        groups_per_token=reader.get("topk_group", default=1),
+        num_shared_experts=reader.natural("num_shared_experts", "n_shared_experts", default=0),
+        renormalize=reader.flag("moe_renormalize", "norm_topk_prob", default=True),
+        scaling_factor=reader.number("routed_scaling_factor", default=1.0),
+        num_groups=reader.positive("num_expert_group", "n_group", default=1),
+        groups_per_token=reader.positive("topk_group", default=1),
     )
-    if moe.num_groups > 1:
-        reader.only("use_grouped_topk", True)
-    reader.inert(("use_grouped_topk",))  # with one group both values mean the same
+    # With one group both values mean the same.
+    if not reader.flag("use_grouped_topk", default=True) and moe.num_groups > 1:
+        raise reader.fail(
+            f"use_grouped_topk = False is not implemented with num_expert_group {moe.num_groups}"
+        )
     return check_groups(reader, moe)
 
 

@@ -21,7 +21,6 @@ from ukv_jax.models.config import (
     ModelConfig,
     MoEConfig,
     read_dtype,
-    token_ids,
 )
 from ukv_jax.models.families.common import (
     Path,
@@ -61,7 +60,7 @@ def _read(top: ConfigReader, family: str) -> ModelConfig:
         top.inert(MULTIMODAL)
         reader.inert(INERT_FIELDS)
         reader.only("model_type", f"{family}_text")
-        reader.only("tie_word_embeddings", bool(top.get("tie_word_embeddings", default=False)))
+        reader.only("tie_word_embeddings", top.flag("tie_word_embeddings", default=False))
     layers, gqa, gdn = reader.positive("num_hidden_layers"), _attention(reader), _delta_net(reader)
     moe = _moe(reader) if family == "qwen3_5_moe" else None
     reader.only("hidden_act", "silu")
@@ -73,19 +72,19 @@ def _read(top: ConfigReader, family: str) -> ModelConfig:
         vocab_size=reader.positive("vocab_size"),
         hidden_size=reader.positive("hidden_size"),
         intermediate_size=moe.intermediate_size if moe else reader.positive("intermediate_size"),
-        rms_norm_eps=float(reader.get("rms_norm_eps", default=1e-6)),
+        rms_norm_eps=reader.number("rms_norm_eps", default=1e-6),
         mixers=mixers,
         mlps=("moe" if moe else "dense",) * layers,
-        dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") else top),
+        dtype=read_dtype(reader if reader.get("dtype", "torch_dtype") is not None else top),
         max_position=reader.positive("max_position_embeddings"),
-        eos_token_ids=token_ids(reader.get("eos_token_id")),
-        bos_token_id=reader.get("bos_token_id"),
-        pad_token_id=reader.get("pad_token_id"),
-        tie_word_embeddings=bool(top.get("tie_word_embeddings", default=False)),
+        eos_token_ids=reader.token_ids("eos_token_id"),
+        bos_token_id=reader.token_id("bos_token_id"),
+        pad_token_id=reader.token_id("pad_token_id"),
+        tie_word_embeddings=top.flag("tie_word_embeddings", default=False),
         gqa=gqa if "gqa" in mixers else None,
         gdn=gdn if "gdn" in mixers else None,
         moe=moe,
-        mtp_layers=reader.get("mtp_num_hidden_layers", default=0),
+        mtp_layers=reader.natural("mtp_num_hidden_layers", default=0),
     )
     reader.inert(("mtp_use_dedicated_embeddings",))
     top.get("dtype", "torch_dtype")
@@ -143,7 +142,10 @@ def _moe(reader: ConfigReader) -> MoEConfig:
 
 
 def _mixers(reader: ConfigReader, layers: int) -> tuple[str, ...]:
-    types, interval = reader.get("layer_types"), reader.get("full_attention_interval", default=4)
+    types, interval = (
+        reader.maybe_list_of(str, "layer_types"),
+        reader.positive("full_attention_interval", default=4),
+    )
     if types is None:
         types = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(layers)]
     return layer_kinds(reader, "layer_types", types, MIXER_OF_LAYER_TYPE, layers)
