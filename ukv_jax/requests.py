@@ -65,7 +65,9 @@ def _spread(
     """A flat worklist over n bins of `counts` items: which of the first `lanes` items exist, their bin, their index in it."""
     ends = jnp.cumsum(counts)
     lane = jnp.arange(lanes, dtype=jnp.int32)
-    bins = jnp.minimum(jnp.searchsorted(ends, lane, side="right"), counts.shape[0] - 1).astype(jnp.int32)
+    # All are compared: one launch, where a search is a loop of them.
+    at = jnp.searchsorted(ends, lane, side="right", method="compare_all")
+    bins = jnp.minimum(at, counts.shape[0] - 1).astype(jnp.int32)
     return lane < ends[-1], bins, lane - (ends[bins] - counts[bins])
 
 
