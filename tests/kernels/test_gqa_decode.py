@@ -219,7 +219,17 @@ def test_dtypes(implementation, dtype, kv_dtype):
 
 
 @pytest.mark.parametrize(
-    "options", [{"v_head_dim": 128}, {"window": 20, "s_q": 3, "sinks": True}, {"kv_heads": 1}]
+    "options",
+    [
+        {"v_head_dim": 128},
+        {"window": 20, "s_q": 3, "sinks": True},
+        {"kv_heads": 1},
+        {"heads": 32, "kv_heads": 16, "head_dim": 128, "page_size": 32},
+        {"heads": 8, "head_dim": 192, "v_head_dim": 128, "window": 20},
+        {"heads": 6, "kv_heads": 1, "head_dim": 256, "page_size": 128, "s_q": 2, "logit_cap": 3.0},
+        {"heads": 64, "kv_heads": 8, "s_q": 2, "page_size": 64, "sinks": True},
+    ],
+    ids=str,
 )
 def test_float8_rows(implementation, options):
     case = problem(implementation, EDGES, kv_dtype="float8_e4m3fn", **options)

@@ -133,7 +133,7 @@ def test_warps_compute_attention(sizes, monkeypatch):
             (5, 12, 4, 128),
             {"s_q": 3, "delivery": "virtual", "page_size": 8, "logit_cap": 30.0, "window": 100},
         ),
-        ((9, 6, 1, 192, 128), {"page_size": 32}),
+        ((9, 6, 2, 192, 128), {"page_size": 16}),
     ],
     ids=str,
 )
