@@ -156,6 +156,14 @@ def test_ids_out_of_range(capsys, checkpoint):
     assert f"token id 96 is outside the vocabulary [0, {CONFIG.vocab_size})" in error
 
 
+@pytest.mark.parametrize("command", [("generate", "--prompt", "x"), ("compare", "--text", __file__)])
+def test_float16_latent_rows_are_refused_before_weights_are_read(capsys, checkpoint, tmp_path, command):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((checkpoint / name).read_bytes())
+    error = fails(capsys, command[0], "--model", tmp_path, *command[1:], "--dtype", "float16", *CACHE_OFF)
+    assert "caches its rows in one of bfloat16, float32, float8_e4m3fn, not in float16" in error
+
+
 @pytest.mark.parametrize("page_size", ["0", "-4", "100000"])
 def test_page_size_that_does_not_fit(capsys, checkpoint, page_size):
     sizes = ("--page-size", page_size, "--pool-bytes", "1M", *CACHE_OFF)

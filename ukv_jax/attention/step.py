@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import state_step
-from pallas_kernels.mla_decode import MAX_DRAFT
+from pallas_kernels.mla_decode import KV_DTYPES, MAX_DRAFT
 from pallas_kernels.read_source import ReadSource
 from ukv_jax import requests, translator
 from ukv_jax.attention import gqa, mla, recurrent
@@ -24,10 +24,15 @@ from ukv_jax.translator import Delivery, KernelTokens
 
 
 def pool_specs(spec: CacheSpec) -> tuple[Spec, ...]:
-    """Sub-pools that a model's cache needs."""
+    """Sub-pools that a model's cache needs. ValueError for a dtype of latent rows that no attention over them reads."""
     specs: list[Spec] = []
     if spec.latent is not None:
         latent = spec.latent
+        if latent.dtype not in KV_DTYPES:
+            raise ValueError(
+                f"latent attention (MLA) caches its rows in one of {', '.join(KV_DTYPES)}, not in {latent.dtype}: "
+                f"choose another dtype, or a kv_dtype"
+            )
         specs.append(MLASpec(latent.num_layers, latent.kv_lora_rank, latent.qk_rope_head_dim, latent.dtype))
     specs += [
         KVSpec(kv.num_layers, kv.num_kv_heads, kv.head_dim, kv.v_head_dim, kv.dtype, kv.window, kv.name)
