@@ -1,11 +1,11 @@
 """Paged GQA decode for Hopper in Pallas Mosaic GPU: persistent workers over a schedule that they find themselves.
 
 A worker owns one KV head, or several narrow ones, one tile of 64 query rows (the heads that share the KV head, of s_q
-queries, padded) and a share of the batch's KV tiles of 64 positions. It is one warpgroup that loads K and V of a tile by TMA
-into two rings, and one that computes: S = Q K^T, softmax, O += P V with P in registers. Up to 128 columns leave room for two
+queries, padded) and a share of the batch's KV tiles of 64 positions. It is one warpgroup that loads K and V of a tile by TMA,
+or single rows by cp.async, into two rings, and one that computes: S = Q K^T, softmax, O += P V with P in registers. Up to 128 columns leave room for two
 workers in a thread block: the products of one run beside the softmax of the other. V wider than 256 is shared by two
 computing warpgroups. What lies whole in a share is final; a row cut between workers leaves f32 partials for `mosaic_merge`.
-docs/gqa_decode.md has the numbers behind it.
+Rows of e4m3 have a kernel of their own, `mosaic_fp8`. docs/gqa_decode.md has the numbers behind it.
 """
 
 import math

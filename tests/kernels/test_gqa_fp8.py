@@ -42,7 +42,7 @@ def test_warps_compute_attention(sizes, monkeypatch):
     )  # fmt: skip
     heads, rows = warp.heads, warp.tokens * warp.sharing
     rng = np.random.default_rng(0)
-    tiles, first, q_position = 3, 5, 2 * rows + 11
+    tiles, first, q_position = 2, 5, rows + 11
     stop = q_position + s_q
     used = queries * s_q
     q = (rng.normal(size=(heads, 16, warp.k_width)) * 3).astype(jnp.bfloat16)
