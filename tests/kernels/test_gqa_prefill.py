@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import implementations
 from pallas_kernels.gqa_decode import KVScales, gqa_decode
 from pallas_kernels.gqa_prefill import gqa_prefill
 from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
@@ -461,6 +462,29 @@ def test_mosaic_declines(changes, words, named_for_hopper):
         jax.eval_shape(
             lambda bias, *args: call(*args, relative_bias=bias), bias, *program_arguments(**shapes)
         )
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [({}, "mosaic"), ({"source": "virtual"}, "mosaic"), ({"source": "stream"}, "triton"), ({"width": 96}, "triton")],
+    ids=str,
+)  # fmt: skip
+def test_what_runs_on_hopper_where_none_is_named(changes, name, named_for_hopper, monkeypatch):
+    """The first that does not decline: Mosaic is traced, what would come after it stands for itself."""
+    served, load = [], implementations._load
+
+    def other(q, *_, **__):
+        served.append("triton")
+        return q, q[..., 0].astype(jnp.float32)
+
+    monkeypatch.setattr(
+        implementations, "_load", lambda module, f: load(module, f) if "mosaic" in module else other
+    )
+    shapes = {"heads": 8, "kv_heads": 2, "width": 64, "source": "table"} | changes
+    call = mosaic(num_kv_heads=2, implementation=None)
+    out, lse = jax.eval_shape(call, *program_arguments(**shapes))
+    assert (out.shape, lse.shape) == ((8, 256, 8, shapes["width"]), (8, 256, 8))
+    assert (served or ["mosaic"]) == [name]
 
 
 @pytest.mark.parametrize(
