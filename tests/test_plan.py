@@ -18,7 +18,9 @@ from tests.models.test_loading import KIMI_48B
 from tests.models.test_state_loading import FALCON_1_5B, QWEN
 from ukv_jax import plan, pool, requests
 from ukv_jax.cli import main
+from ukv_jax.engine import cache_specs
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
+from ukv_jax.models.config import load_config
 
 HUNDRED_GB = 100 * 10**9
 PUBLISHED = {
@@ -122,6 +124,35 @@ def test_gemma_e2b_shares_caches_and_has_wider_heads_in_full_layers(tmp_path):
     assert (window.bytes_per_token, full.bytes_per_token) == (12 * 2 * 256 * 2, 3 * 2 * 512 * 2)
 
 
+# Bytes of a token in e4m3: MLA rows of 576 with their scale take 640, K and V of a head a scale each.
+FP8 = {
+    "Kimi-Linear-48B-A3B": 7 * 640,
+    "DeepSeek-V3": 61 * 640,
+    "gpt-oss-20b": 12 * 2 * 8 * (64 + 4),
+    "Qwen3.5-0.8B": 6 * 2 * 2 * (256 + 4),
+    "gemma-4-E2B": 3 * 2 * (512 + 4),
+}
+
+
+@pytest.mark.parametrize("name", FP8)
+def test_e4m3_rows(tmp_path, name):
+    """A pool of 100 GB holds the more requests; envelopes are padded to whole blocks of K and V."""
+    path = write(tmp_path, PUBLISHED[name])
+    plain, p = plan.plan(path, HUNDRED_GB), plan.plan(path, HUNDRED_GB, kv_dtype="float8_e4m3fn")
+    assert (p.dtype, p.kv_dtype, p.weight_bytes) == ("bfloat16", "float8_e4m3fn", plain.weight_bytes)
+    full = p.subpools[-1]
+    block = max(r.block_bytes for r in _regions_of(path)) / full.page_tokens
+    assert FP8[name] <= full.bytes_per_token < FP8[name] + block
+    for traffic, t in p.traffic.items():
+        assert t.unified.requests > plain.traffic[traffic].unified.requests
+
+
+def _regions_of(path):
+    specs = cache_specs(load_config(path), "bfloat16", "float8_e4m3fn")
+    sizes = dict(total_bytes=HUNDRED_GB, page_size=64, max_requests=4, max_tokens=1024)
+    return UnifiedLayout.from_bytes(specs, **sizes).full.regions
+
+
 @pytest.mark.parametrize("kind", ["unified", "static"])
 def test_the_pool_admits_what_the_plan_says(kind):
     """All that fit are granted pages in one call, and the next request is refused."""
@@ -165,6 +196,11 @@ def test_the_command(tmp_path, capsys):
     assert main(common) == 0
     text = capsys.readouterr().out
     assert "kimi_linear: 49.1 billion parameters, 98.3 GB in bfloat16" in text
+    assert f"{expected.unified.requests:,} ({expected.unified.tokens:,} tokens)" in text
+    assert main([*common, "--kv-dtype", "fp8"]) == 0
+    text = capsys.readouterr().out
+    expected = plan.plan(path, HUNDRED_GB, kv_dtype="float8_e4m3fn").traffic["mixed"]
+    assert "reserved for padding pages; KV rows in float8_e4m3fn" in text
     assert f"{expected.unified.requests:,} ({expected.unified.tokens:,} tokens)" in text
 
 

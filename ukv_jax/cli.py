@@ -259,7 +259,13 @@ def plan(args: argparse.Namespace) -> int:
     from ukv_jax import plan as planning
 
     found = planning.plan(
-        args.model, args.bytes, page_size=args.page_size, dtype=args.dtype, short=args.short, long=args.long
+        args.model,
+        args.bytes,
+        page_size=args.page_size,
+        dtype=args.dtype,
+        kv_dtype=KV_DTYPES[args.kv_dtype],
+        short=args.short,
+        long=args.long,
     )
     print(json.dumps(asdict(found)) if args.json else "\n".join(planning.lines(found)))
     return 0
@@ -295,6 +301,14 @@ def _parser() -> argparse.ArgumentParser:
         )
         return sub
 
+    def kv_dtype(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument(
+            "--kv-dtype",
+            choices=tuple(KV_DTYPES),
+            default="auto",
+            help="of cached KV rows: auto is the model's, fp8 is e4m3 with scales",
+        )
+
     def kernels(sub: argparse.ArgumentParser) -> None:
         sub.add_argument(
             "--page-size", type=int, default=64, help="tokens a page (64; what a kernel refuses it says)"
@@ -302,12 +316,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
         )
-        sub.add_argument(
-            "--kv-dtype",
-            choices=tuple(KV_DTYPES),
-            default="auto",
-            help="of cached KV rows: auto is the model's, fp8 is e4m3 with scales",
-        )
+        kv_dtype(sub)
         sub.add_argument(
             "--delivery",
             choices=("table", "stream", "virtual"),
@@ -370,6 +379,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="of weights and cache (the checkpoint's)"
     )
+    kv_dtype(p)
     p.add_argument("--short", type=int, default=1024, metavar="TOKENS", help="of a short request (1024)")
     p.add_argument(
         "--long",

@@ -54,10 +54,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Plan:
-    """weight_bytes: the parameters in `dtype`, as is the cache. one_page_bytes: the page of the one-page-size pool."""
+    """weight_bytes: the parameters in `dtype`. kv_dtype: of cached KV rows (fp8: with scales); state is kept as the model
+    keeps it. one_page_bytes: the page of the one-page-size pool."""
 
     family: str
     dtype: str
+    kv_dtype: str
     parameters: int
     weight_bytes: int
     total_bytes: int
@@ -73,12 +75,13 @@ def plan(
     *,
     page_size: int = 64,
     dtype: str | None = None,
+    kv_dtype: str | None = None,
     short: int = 1024,
     long: int = 65536,
 ) -> Plan:
     """Plans a pool of total_bytes for the model of a checkpoint directory or a config.json.
 
-    dtype: of weights and cache (default: the checkpoint's). short, long: tokens of finished requests; long is cut at
+    dtype: of weights (default: the checkpoint's). kv_dtype: of cached KV rows (default: dtype). short, long: tokens of finished requests; long is cut at
     the model's own maximum. Raises ValueError for configs that are not implemented, and where the pool, or the static
     split of it, has no room for one long request.
     """
@@ -97,10 +100,12 @@ def plan(
         )
     dtype = dtype or config.dtype
     params = jax.tree.leaves(abstract_params(config, dtype))
-    unified, traffic = compare(pool_specs(cache_spec(config, dtype)), total_bytes, page_size, short, long)
+    specs = pool_specs(cache_spec(config, dtype, kv_dtype))
+    unified, traffic = compare(specs, total_bytes, page_size, short, long)
     return Plan(
         config.family,
         dtype,
+        kv_dtype or dtype,
         sum(x.size for x in params),
         sum(x.size * x.dtype.itemsize for x in params),
         unified.total_bytes,
@@ -219,7 +224,8 @@ def _describe(layout: PoolLayout, s: SubPool) -> SubPoolPlan:
 def lines(p: Plan) -> Iterator[str]:
     """The plan as text."""
     yield f"{p.family}: {p.parameters / 1e9:.1f} billion parameters, {p.weight_bytes / 1e9:.1f} GB in {p.dtype}"
-    yield f"pool of {p.total_bytes:,} bytes, {p.reserved_bytes:,} of them reserved for padding pages"
+    rows_in = "" if p.kv_dtype == p.dtype else f"; KV rows in {p.kv_dtype}"
+    yield f"pool of {p.total_bytes:,} bytes, {p.reserved_bytes:,} of them reserved for padding pages{rows_in}"
     yield ""
     rows: list[tuple[str, ...]] = [
         ("sub-pool", "page bytes", "tokens a page", "bytes a token", "bytes a request", "pages alone")
