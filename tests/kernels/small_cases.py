@@ -30,10 +30,13 @@ def mla(implementation: str, kv_dtype: str, heads: int, page_size: int = 64, tim
         case.check(*case.run(implementation, delivery))
 
 
-def gqa(implementation: str) -> None:
-    for options in ({"sinks": True, "window": 70}, {"s_q": 4, "logit_cap": 5.0, "bias_extent": 16}):
-        case = gqa_case.make_case(LENGTHS, head_dim=128, heads=8, dtype="bfloat16", page_size=64, **options)
-        case.check(*case.run(implementation, "virtual"))
+def gqa(implementation: str, kv_dtype: str = "bfloat16", delivery: str = "virtual") -> None:
+    bias = {"bias_extent": 16} if kv_dtype == "bfloat16" else {}
+    for options in ({"sinks": True, "window": 70}, {"s_q": 4, "logit_cap": 5.0, **bias}):
+        case = gqa_case.make_case(
+            LENGTHS, head_dim=128, heads=8, dtype="bfloat16", kv_dtype=kv_dtype, page_size=64, **options
+        )
+        case.check(*case.run(implementation, delivery))
 
 
 def gqa_chunk(implementation: str) -> None:
@@ -125,6 +128,8 @@ CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-fp8-many": (mla, ("mosaic", "float8_e4m3fn", 128)),
     "mla-triton": (mla, ("triton", "bfloat16", 16)),
     "gqa": (gqa, ("mosaic",)),
+    "gqa-rows": (gqa, ("mosaic", "bfloat16", "stream")),
+    "gqa-fp8": (gqa, ("mosaic", "float8_e4m3fn")),
     "gqa-triton": (gqa, ("triton",)),
     "gqa-chunk": (gqa_chunk, ("triton",)),
     "mla-chunk": (mla_chunk, ("mosaic",)),
