@@ -12,26 +12,19 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 from tests.models.dense_cache import make_dense_cache
-from tests.models.pool_cache import make_pool_cache
+from tests.models.pool_cache import jit, make_pool_cache
 from ukv_jax.models.decoder import cache_spec, forward, run_layers
 from ukv_jax.models.decoder import logits as logits_of
 from ukv_jax.models.weights import load_model
 
 GOLDEN = Path(__file__).parent / "golden"
 CHUNK = 64
-# Large programs for tiny inputs: LLVM's passes would take longer than all that runs.
-jit = (
-    partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    if jax.default_backend() == "cpu"
-    else jax.jit
-)
 
 
 def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:

@@ -13,6 +13,13 @@ from ukv_jax.cache import CacheSpec
 from ukv_jax.layout import PoolLayout, StateSpec, StaticLayout, UnifiedLayout
 from ukv_jax.pool import PoolState
 
+# Large programs for tiny inputs: LLVM's passes would take longer than all that runs.
+jit = (
+    partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    if jax.default_backend() == "cpu"
+    else jax.jit
+)
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -93,9 +100,10 @@ def make_pool_cache(
     else:
         counts = {s.name: rows + 1 if isinstance(s, StateSpec) else rows * pages + 7 for s in specs}
         layout = StaticLayout.from_pages(specs, pages=counts, **limits)
-    state = scatter_free_pages(poison_free_bytes(pool.init(layout)), seed=0)
+    empty = jit(lambda: pool.init(layout))()  # one program in the place of one for every shape of an array
+    state = scatter_free_pages(poison_free_bytes(empty), seed=0)
     lanes = jnp.arange(rows, dtype=jnp.int32)
-    reserve = jax.jit(partial(requests.reserve, pages_per_row=pages), donate_argnums=0)
+    reserve = jit(partial(requests.reserve, pages_per_row=pages), donate_argnums=0)
     state, got = reserve(state, lanes, jnp.full(rows, max_len, jnp.int32))
     assert bool(got.granted.all())
     verify.check(state)
