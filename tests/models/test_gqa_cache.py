@@ -126,7 +126,7 @@ def test_stream_and_virtual_ids_give_the_same_bits():
 
 
 @pytest.mark.parametrize("decode", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
-@pytest.mark.parametrize("prefill", ON_CPU_AND_GPU)
+@pytest.mark.parametrize("prefill", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_every_decode_goes_on_after_every_prefill(prefill, decode, dtype):
     """Chunks by one implementation, then steps by another, against plain arrays."""
