@@ -52,6 +52,9 @@ CAPTURE_LOOPS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,WHILE,CONDITIONAL",
     "xla_gpu_graph_min_graph_size": 1,
 }
+# Without a card nothing can be timed: autotuning would compile candidates and take a default one. That is half of the CPU
+# time of a decode loop, for the same launches, aliases and temporaries.
+_NO_AUTOTUNING = {"xla_gpu_autotune_level": 0}
 
 # data/h200.txtpb describes the H200. The other targets are the same text with the figures that the compiler looks at
 # changed. Shared memory and threads of each compute capability: CUDA C++ Programming Guide, table "Technical
@@ -175,7 +178,7 @@ def compile_for(
 ) -> Program:
     """Compiles ``fn(*args)`` for one GPU of `target`, with the arguments at the positions `donate` donated.
 
-    `options` are XLA's debug options by name, for this compilation alone. A jitted `fn` is wrapped, so its own
+    `options` are XLA's debug options by name, for this compilation alone; autotuning is off where they do not name it. A jitted `fn` is wrapped, so its own
     donation does not count: name it in `donate`. Raises what the compiler raises.
     """
     mesh = device_mesh(target)
@@ -189,7 +192,9 @@ def compile_for(
             .lower(lowering_platforms=("cuda",))
         )
     with tempfile.TemporaryDirectory(prefix="xla-dump-") as dump:
-        compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": dump})
+        compiled = lowered.compile(
+            compiler_options={**_NO_AUTOTUNING, **(options or {}), "xla_dump_to": dump}
+        )
         # Autotuning may compile modules of its own on the way; the program is the longest.
         before = max(Path(dump).glob("*.thunk_sequence.txt"), key=lambda path: path.stat().st_size)
         # Absent where the passes over thunks (which form command buffers) had nothing to do.

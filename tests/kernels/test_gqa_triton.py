@@ -70,27 +70,25 @@ def test_fits_shared_memory(target, heads, kv_heads, width, s_q, artifacts):
 
 @pytest.mark.parametrize("source", SOURCES)
 def test_no_copy_and_captured(source):
-    """Every source; speculative queries, fp8, window, sinks, cap. A pool twice as large takes no more temporaries."""
-    temps = []
-    for blocks in (80_000, 160_000):
-        scales = KVScales(int32(()), int32(()), 32)
+    """Every source; speculative queries, fp8, window, sinks, cap. Temporaries have no room for a byte of each row of K."""
+    blocks = 500_000  # 65 GB: blocks of 32 bytes, as the scales have, are counted by int32
+    scales = KVScales(int32(()), int32(()), 32)
 
-        def call(q, pool, source, k, v, scales, q_start, sinks):
-            return gqa_decode(
-                q, pool, source, k, v, kv_dtype="float8_e4m3fn", num_kv_heads=8, sm_scale=0.1, scales=scales,
-                window=1024, sinks=sinks, logit_cap=30.0, q_start=q_start, implementation="triton",
-            )  # fmt: skip
+    def call(q, pool, source, k, v, scales, q_start, sinks):
+        return gqa_decode(
+            q, pool, source, k, v, kv_dtype="float8_e4m3fn", num_kv_heads=8, sm_scale=0.1, scales=scales,
+            window=1024, sinks=sinks, logit_cap=30.0, q_start=q_start, implementation="triton",
+        )  # fmt: skip
 
-        args = (
-            *arguments(32, 8, 128, source, s_q=3, blocks=blocks),
-            scales,
-            int32((ROWS,)),
-            shape((32,), "float32"),
-        )
-        program = compile_for(call, *args, options=CAPTURE_LOOPS)
-        assert all(thunk.captured for thunk in program.launches)
-        temps.append(program.temp_bytes)
-    assert temps[0] == temps[1]
+    args = (
+        *arguments(32, 8, 128, source, s_q=3, blocks=blocks),
+        scales,
+        int32((ROWS,)),
+        shape((32,), "float32"),
+    )
+    program = compile_for(call, *args, options=CAPTURE_LOOPS)
+    assert all(thunk.captured for thunk in program.launches)
+    assert program.temp_bytes < 64 * blocks
 
 
 @pytest.mark.parametrize(
