@@ -178,8 +178,8 @@ def compile_for(
 ) -> Program:
     """Compiles ``fn(*args)`` for one GPU of `target`, with the arguments at the positions `donate` donated.
 
-    `options` are XLA's debug options by name, for this compilation alone; autotuning is off where they do not name it. A jitted `fn` is wrapped, so its own
-    donation does not count: name it in `donate`. Raises what the compiler raises.
+    `options` are XLA's debug options by name, for this compilation alone; autotuning is off where they do not name it.
+    A jitted `fn` is wrapped, so its own donation does not count: name it in `donate`. Raises what the compiler raises.
     """
     mesh = device_mesh(target)
     replicated = NamedSharding(mesh, PartitionSpec())
