@@ -1,28 +1,31 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
-.PHONY: help venv demo test slow gpu lint types deviceless random-goldens notebook newest format
+.PHONY: help venv demo test slow slow-marked machine gpu lint types deviceless random-goldens notebook newest format
 
 # Dozens of processes import jax. Each would compile its modules anew where the environment forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/.cache/pycache
 
 PYTHON_BIN := .venv/bin/python
-# A worker takes whole files: what a file compiles once stays in one process.
-PYTEST := $(PYTHON_BIN) -m pytest -n 2 --dist loadfile
+# A worker takes whole files: what a file compiles once stays in one process. Those with tests marked `long` come first.
+PYTEST := $(PYTHON_BIN) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # Where hardly two tests have a program in common, a worker that is done takes from the other.
 PYTEST_SINGLY := $(PYTHON_BIN) -m pytest -n 2 --dist worksteal
 # The tests' programs are large and their inputs tiny: nearly all time goes to compiling. LLVM at level 0 and XLA's
 # emitters that do without MLIR take a fifth of the CPU time for a decode loop (7.6 s instead of 36 s). They do not round
 # two programs alike where their memory is laid out differently, so tests marked `exact` run with XLA's own emitters.
-FAST_COMPILE := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# A program is one LLVM module: to cut it up for several threads costs a fifth more, and there is a worker for every core.
+FAST_COMPILE := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
+	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 # Without the CUDA libraries the plugin wheels can compile, not run.
 DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
 # A worker of the GPU tests compiles on one core; a dozen share a card.
 GPU_WORKERS := 12
 
-# What also runs on the newest jax: the index operations and attention over the pool, and what names their rows.
+# What also runs on the newest jax: the index operations and attention over the pool, and what names their rows. Not the
+# same program again over random batches, other head counts and other drafts: `make test` asks for these.
 ON_NEWEST := tests/kernels/test_gather_translate.py tests/kernels/test_mla_decode.py tests/test_translator.py \
-	tests/pool/test_worked_numbers.py
+	tests/pool/test_worked_numbers.py -k "not (RandomBatches or head_counts or many_heads or queries_are_causal)"
 
 help:
 	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
@@ -43,9 +46,14 @@ test: venv
 	$(FAST_COMPILE) $(PYTEST) -m "not gpu and not slow and not deviceless and not exact"
 	$(PYTEST) -m "exact and not gpu and not slow and not deviceless"
 
-# What takes minutes, compiled as a user's programs are; and the pool's state machine at length.
-slow: venv
+slow: slow-marked machine
+
+# What takes minutes, compiled as a user's programs are.
+slow-marked: venv
 	$(PYTEST_SINGLY) -m "slow and not gpu and not deviceless"
+
+# The pool's state machine at length.
+machine: venv
 	$(FAST_COMPILE) UKV_MACHINE_EXAMPLES=60 $(PYTHON_BIN) -m pytest -n 2 tests/pool/test_state_machine.py
 
 lint: venv

@@ -16,6 +16,7 @@ from ukv_jax.layout import KVSpec, StaticLayout, UnifiedLayout
 from ukv_jax.pool import FREE, PARKED
 from ukv_jax.verify import check
 
+pytestmark = pytest.mark.long
 SIZES = dict(page_size=4, max_requests=6, max_tokens=128)
 FAST_COMPILE = {"xla_backend_optimization_level": "0"}  # the programs are large and their inputs tiny
 OPTIONS = dict(max_new_tokens=48, steps=16, prefill_chunk=32)

@@ -15,6 +15,7 @@ from ukv_jax import chain, compaction, pool, requests, translator, verify
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
 from ukv_jax.pool import ACTIVE, FREE, PARKED
 
+pytestmark = pytest.mark.long
 UNIFIED = [name for name, layout in LAYOUTS.items() if isinstance(layout, UnifiedLayout)]
 
 

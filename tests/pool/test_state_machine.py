@@ -27,6 +27,7 @@ from ukv_jax import pool, verify
 from ukv_jax.layout import UnifiedLayout
 from ukv_jax.pool import ACTIVE, FREE, PARKED
 
+pytestmark = pytest.mark.long
 EXAMPLES = int(os.environ.get("UKV_MACHINE_EXAMPLES", "12"))
 SEED = os.environ.get("UKV_MACHINE_SEED")
 SHRINK = bool(os.environ.get("UKV_MACHINE_SHRINK"))
