@@ -157,11 +157,15 @@ def test_every_decode_goes_on_after_every_prefill(prefill, decode, dtype):
 
 
 def test_fp8_saturates():
-    values, scale = quantize(jnp.asarray([[3e38, -1.0, 0.0, 0.0], [0.0] * 4, [1e-44] * 4]))
-    values = np.asarray(values, np.float32)
+    rows = [[3e38, -1.0, 0.0, 0.0], [0.0] * 4, [1e-44] * 4, [1.0, -jnp.inf, 3e38, jnp.inf]]
+    values, scale = quantize(jnp.asarray(rows))
+    values, scale = np.asarray(values, np.float32), np.asarray(scale)
     assert np.isfinite(values).all()
+    assert np.isfinite(scale).all()
     assert values[0, 0] == 448
-    np.testing.assert_allclose(values[0, 0] * np.asarray(scale)[0], 3e38, rtol=1e-3)
+    np.testing.assert_allclose(values[0, 0] * scale[0], 3e38, rtol=1e-3)
+    np.testing.assert_array_equal(values[3, [0, 1, 3]], [0, -448, 448])
+    np.testing.assert_allclose(values[3, 2] * scale[3], 3e38, rtol=0.07)  # 4 bits
     assert not values[1].any()
 
 
