@@ -190,6 +190,16 @@ def test_arguments(capsys, argv, text):
     assert text in fails(capsys, *argv)
 
 
+def test_help_says_what_takes_another_implementation_than_the_named(capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert (
+        "by the name triton chunks of MLA and steps of recurrent state, by the name mosaic chunks of GQA"
+        in text
+    )
+
+
 def test_named_kernel_does_not_fall_back(capsys, checkpoint):
     common = ("generate", "--model", checkpoint, "--prompt", "x", *POOL, *SMALL)
     error = fails(capsys, *common, "--implementation", "mosaic")

@@ -314,7 +314,9 @@ def _parser() -> argparse.ArgumentParser:
             "--page-size", type=int, default=64, help="tokens a page (64; what a kernel refuses it says)"
         )
         sub.add_argument(
-            "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
+            "--dtype",
+            choices=("bfloat16", "float16", "float32"),
+            help="default: the checkpoint's (float16: not for latent attention)",
         )
         kv_dtype(sub)
         sub.add_argument(
@@ -326,7 +328,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument(
             "--implementation",
             choices=("mosaic", "triton", "xla"),
-            help="attention kernel (default: the best)",
+            help="of attention and recurrent state (default: the one preferred on the device). A decode step that it cannot "
+            "serve is refused; these take the preferred one all the same: by the name triton chunks of MLA and steps of "
+            "recurrent state, by the name mosaic chunks of GQA",
         )
         sub.add_argument("--json", action="store_true", help="one JSON object on stdout")
 

@@ -248,7 +248,8 @@ class Engine:
       headroom: tokens beyond its prompt that a request must get room for when it is admitted (0: only what it needs
         to start; more means fewer stalls and retractions, and fewer requests at once).
       stops: stop ids that one request may have.
-      delivery, implementation: how attention gets its addresses, and which kernel runs (None: the default).
+      delivery, implementation: how attention gets its addresses, and which kernel runs (None: the one preferred on the
+        device); `attention.begin_step` says what takes the preferred one all the same.
 
     The pool lives as long as the engine and is empty again after every `generate`, also an interrupted one. `trace()`,
     `peak_requests`, `decode_steps` and `decode_seconds` tell what has happened since it was made.

@@ -198,8 +198,8 @@ def begin_step(
     """Translates for a step of up to `tokens` new tokens a row, at positions seq_len onward.
 
     The rows' pages must be reserved. delivery chooses how attention gets its addresses, implementation which kernel runs:
-    by its name where the operation has one of that name, else (chunks of MLA in Triton, chunks of GQA in Mosaic, state
-    steps in Triton) the one preferred for the device.
+    the one of that name, or else NotImplementedError. By the name triton chunks of MLA and state steps, by the name mosaic
+    chunks of GQA take the one preferred for the device all the same.
 
     Args:
       rows: request row of each lane; None = every request row, in order. Of lanes that name one row the first counts.
