@@ -23,7 +23,11 @@ from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
 PAGE_SIZE = 64
 BYTES_PER_S = 4.35e12
 ABSURD = 2**31 - 8
-DELIVERIES = {"mosaic": ("", ", virtual ids", ", stream"), "triton": ("", ", stream"), "xla": ("",)}  # that are timed
+DELIVERIES = {
+    "mosaic": ("", ", virtual ids", ", stream"),
+    "triton": ("", ", stream"),
+    "xla": ("",),
+}  # that are timed
 # (rows, heads, kv_heads, head_dim, context, lengths drawn from [context / 4, context], what has this shape)
 SHAPES = [
     (64, 32, 8, 128, 8192, False, "Llama-3.1-8B, Qwen3-8B"),
