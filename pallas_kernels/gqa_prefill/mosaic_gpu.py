@@ -131,7 +131,7 @@ def gqa_prefill_mosaic(
         )
     page_size = source.page_size
     config = config or TuningConfig()
-    plan = _Plan.make(config, head_dim, sharing, window)
+    plan = _Plan.make(config, head_dim, sharing, window, page_size)
     keys, stages, q_slots, taken, warpgroups = (
         plan.keys, plan.stages, plan.queries, plan.tokens, plan.warpgroups
     )  # fmt: skip
@@ -505,7 +505,9 @@ class _Plan:
     registers: tuple[int, int]  # of a thread that loads, and of one that computes
 
     @staticmethod
-    def make(config: TuningConfig, head_dim: int, sharing: int, window: int | None) -> "_Plan":
+    def make(
+        config: TuningConfig, head_dim: int, sharing: int, window: int | None, page_size: int
+    ) -> "_Plan":
         tokens = held = HALF // sharing
         # A WGMMA reads 64 lines, and chunks begin at whole swizzle patterns of 8 lines.
         while held * sharing < HALF or held * sharing % 8:
@@ -523,7 +525,8 @@ class _Plan:
         if warpgroups == 3:
             registers = (32, 160)
         else:
-            registers = (56, 224) if head_dim == 64 else (40, 232)
+            # Ids of many pages a block take registers.
+            registers = (56, 224) if head_dim == 64 or page_size <= 16 else (40, 232)
         return _Plan(keys, stages, queries, warpgroups, tokens, held, registers)
 
 
