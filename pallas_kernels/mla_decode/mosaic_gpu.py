@@ -2,17 +2,18 @@
 
 A block owns one tile of 64 query rows (the heads of s_q queries, padded) and a share of the batch's KV tiles of 64
 positions. Four warpgroups: one translates ids and loads pages by TMA, or single rows (`mosaic_gather`), one computes scores
-and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. So P V
-of a tile runs beside Q K^T, or beside the softmax, of the next. A tile lies in shared memory as boxes: V's columns in a ring
-of 11, the columns behind V in a ring of three, where P takes their place. A row of the batch that lies inside one block is
-final; a row cut between blocks leaves partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes
-of the row's last tile. Up to 32 query rows go to `mosaic_few`. The design and its measurements: docs/mla_decode.md.
+and softmax and hands P and the rescale factors over through shared memory, two accumulate half of V's columns each. P of a
+tile is handed over when Q K^T of the next has been issued but for its last box, so that P V runs beside the softmax. A tile
+lies in shared memory as boxes: V's columns in a ring of 11, the columns behind V in a ring of three, where P takes their
+place. Each box is free when its own product is there. A row of the batch that lies inside one block is final; a row cut
+between blocks leaves partials that `mosaic_merge` combines by log-sum-exp. Results leave through the boxes of the row's last
+tile. Up to 32 query rows go to `mosaic_few`. The design and its measurements: docs/mla_decode.md.
 """
 
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,13 +27,14 @@ from pallas_kernels import paged_mosaic
 from pallas_kernels.mla_decode import mosaic_few, mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
+    fold,
     lower_half,
+    raise_peak,
     rescale,
     round_pairs,
     store_rows,
     sync_warpgroup,
     upper_half,
-    widen,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
@@ -146,9 +148,6 @@ def _decode(
     q_smem_bytes = 2 * M * ((v_groups - kept) * GROUP + rest)
     boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
-    # Products set the pace of blocks with whole rows of many heads: there P is handed over when the next tile's Q K^T has
-    # been issued, and P V runs beside the softmax. Where blocks wait for KV, P V would wait too.
-    late = q_tiles > 1 and rows >= groups
     page_rows = min(page_size, TILE)  # of one TMA
     single = mosaic_gather.needed(source)  # rows come one by one
     loads = 1 if single else TILE // page_rows
@@ -177,7 +176,7 @@ def _decode(
         v_smem, rest_smem, q_v_smem, q_rest_smem, factor_smem, share_smem = take(6)
         inverse_smem = factor_smem.at[SLOTS]
         share_ready, v_ready, rest_ready, v_free, rest_free = take(5)
-        p_ready, end_ready, end_free = take(3)
+        p_ready, end_ready, end_free, first_read = take(4)
         group, q_tile, role = lax.axis_index("group"), lax.axis_index("q_tile"), lax.axis_index("role")
         live_rows = jnp.minimum(queries - q_tile * M, M)
 
@@ -231,16 +230,17 @@ def _decode(
             """(whether the row is whole here, slot of its partial otherwise)."""
             return (start == 0) & (stop == tiles), jnp.where(start == 0, groups + group, group)
 
-        def block_of(b, column):
-            """Block of the pool that holds page `column` of row b; the padding page's for an id that names nothing."""
+        def entry_of(page):
+            """The entry that an id stands for."""
+            if not translate:
+                return page
+            num_virtual = id_refs[2].shape[0] - 1
+            return id_refs[2][jnp.where((page >= 0) & (page < num_virtual), page, 0)]
+
+        def block_of(entry):
+            """Block of the pool; the padding page's for an entry that names nothing."""
             if translate:
-                request = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1)
-                page = id_refs[0][request, column]
-                num_virtual = id_refs[2].shape[0] - 1
-                page = jnp.where((page >= 0) & (page < num_virtual), page, 0)
-                entry = jnp.maximum(id_refs[2][page], 0) * source.blocks_per_page
-            else:
-                entry = id_refs[0][b, column]
+                entry = jnp.maximum(entry, 0) * source.blocks_per_page
             block = entry + offset_ref[0]
             good = (entry >= 0) & (block >= 0) & (block < num_blocks)
             return jnp.where(good, block, offset_ref[0])
@@ -298,12 +298,13 @@ def _decode(
             def free_boxes(n):
                 """(box, its columns, its barrier) for each of the tile at n, in turn, when its place is free."""
                 for g in range(v_groups):
+                    if g == v_groups - 1:  # its place is free last
+                        slot = n.slot
+                        pl.when(n.number >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
+                        yield rest_smem.at[slot], pl.ds(v_width, rest), rest_ready.at[slot]
                     at = v_box(n, g)
                     pl.when(n.number * v_groups + g >= boxes)(lambda at=at: plgpu.barrier_wait(v_free.at[at]))
                     yield v_smem.at[at], pl.ds(g * GROUP, GROUP), v_ready.at[at]
-                slot = n.slot
-                pl.when(n.number >= SLOTS)(lambda: plgpu.barrier_wait(rest_free.at[slot]))
-                yield rest_smem.at[slot], pl.ds(v_width, rest), rest_ready.at[slot]
 
             def load_pages(n, sources, rows_each):
                 """Fills the boxes of tile n: `sources` are [rows_each, width] views, as many as a full tile of pages has."""
@@ -324,29 +325,19 @@ def _decode(
 
             def segment(b, start, stop, first_tile, tiles, n):
                 kv_first, kv_stop = visible(b)
-                first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
-
-                def blocks_of(tile):
-                    column = lax.div((first_tile + tile) * TILE, page_size)
-                    # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
-                    return tuple(
-                        block_of(b, jnp.clip(column + j, first_column, last_column)) for j in range(loads)
-                    )
 
                 def by_pages(i, carry):
-                    n, blocks = carry
+                    n, entries, later = carry
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                    load_pages(n, [pool_ref.at[block, pl.ds(row, page_rows)] for block in blocks], page_rows)
-                    return step(n), blocks_of(jnp.minimum(i + 1, stop - 1))
-
-                if single:
-                    line = mosaic_gather.line(source, id_refs, range_refs[0], b)
-                    tokens = mosaic_gather.Tokens(
-                        source, id_refs, line, kv_first, kv_stop, offset_ref[0], num_blocks
-                    )
-
-                def positions(tile):
-                    return tokens.positions((first_tile + tile) * TILE)
+                    # On their way before this tile's places are waited for: afterwards the next tile's are soon free.
+                    carry = [entry_of(page) for page in later], ids_of(i + 2)
+                    pages = [pool_ref.at[block_of(entry), pl.ds(row, page_rows)] for entry in entries]
+                    if q_tiles > 1:  # what is asked for last is missed first
+                        for page in pages:
+                            plgpu.async_prefetch(page.at[:, pl.ds(v_width - GROUP, GROUP)])
+                            plgpu.async_prefetch(page.at[:, pl.ds(v_width, rest)])
+                    load_pages(n, pages, page_rows)
+                    return step(n), *carry
 
                 def by_rows(i, carry):
                     n, ids = carry
@@ -355,9 +346,31 @@ def _decode(
                     load_rows(n, tokens.rows(ids, positions(i)))
                     return step(n), later
 
-                ids = tokens.load_ids(positions(start)) if single else blocks_of(start)
+                ids: tuple[Any, ...]
+                if single:
+                    line = mosaic_gather.line(source, id_refs, range_refs[0], b)
+                    tokens = mosaic_gather.Tokens(
+                        source, id_refs, line, kv_first, kv_stop, offset_ref[0], num_blocks
+                    )
+                    positions = lambda tile: tokens.positions((first_tile + tile) * TILE)
+                    body, ids = by_rows, (tokens.load_ids(positions(start)),)
+                else:
+                    first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
+                    line = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1) if translate else b
+
+                    def ids_of(tile):
+                        """What the table, or the request map, has for a tile: entries, or virtual pages."""
+                        column = lax.div((first_tile + jnp.minimum(tile, stop - 1)) * TILE, page_size)
+                        # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
+                        return [
+                            id_refs[0][line, jnp.clip(column + j, first_column, last_column)]
+                            for j in range(loads)
+                        ]
+
+                    entries = [entry_of(page) for page in ids_of(start)]
+                    body, ids = by_pages, (entries, ids_of(start + 1))
                 load_pages(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
-                n, _ = lax.fori_loop(start, stop, by_rows if single else by_pages, (step(n), ids))
+                n, *_ = lax.fori_loop(start, stop, body, (step(n), *ids))
                 return n
 
             for_segments(share, segment, origin)
@@ -392,16 +405,22 @@ def _decode(
                     if single:
                         mosaic_gather.order_reads()
 
-                def scores_of(n, when_issued=lambda: None):
+                def scores_of(n, before_last):
+                    """Q K^T of the tile at n; before_last() is called before its last box is waited for."""
+
                     def product(s_ref):
                         for g in range(v_groups):
+                            if g == v_groups - 1:
+                                arrived(rest_ready.at[n.slot])
+                                plgpu.wgmma(s_ref, q_rest_smem, rest_smem.at[n.slot].transpose((1, 0)))
+                                before_last()
                             at = v_box(n, g)
                             arrived(v_ready.at[at])
-                            queries_ = q_kept[g] if g < kept else q_v_smem.at[g - kept]
+                            # The index is known; a descriptor that does not change would take registers all the time.
+                            queries_ = (
+                                q_kept[g] if g < kept else q_v_smem.at[g - kept + jnp.minimum(n.number, 0)]
+                            )
                             plgpu.wgmma(s_ref, queries_, v_smem.at[at].transpose((1, 0)))
-                        arrived(rest_ready.at[n.slot])
-                        plgpu.wgmma(s_ref, q_rest_smem, rest_smem.at[n.slot].transpose((1, 0)))
-                        when_issued()
                         return s_ref[...]
 
                     return pl.run_scoped(product, plgpu.ACC((M, TILE), jnp.float32))
@@ -416,9 +435,7 @@ def _decode(
                 def one(i, carry):
                     peak, total, n = carry
                     position = (first_tile + i) * TILE
-                    s = scores_of(
-                        n, (lambda: hand_over(before(n), predicate=i > start)) if late else lambda: None
-                    )
+                    s = scores_of(n, lambda: hand_over(before(n), predicate=i > start))
                     if logit_cap is not None:
                         # tanh by exp2: the hardware's own tanh has 11 bits.
                         scale = 2 * sm_scale * log2e / logit_cap
@@ -432,23 +449,19 @@ def _decode(
                         edge, lambda s: mask(s, position, kv_first, kv_stop, q_position), lambda s: s, s
                     )
                     # The subtrahend follows the maximum only when it falls behind by 2**_SLACK: most tiles rescale nothing.
-                    tile_peak = s.max(axis=1)
-                    new_peak = jnp.where(tile_peak > peak + _SLACK / to_log2, tile_peak, peak)
-                    decay = jnp.exp2((peak - new_peak) * to_log2)
-                    p = round_pairs(jnp.exp2(s * to_log2 - across(new_peak * to_log2, s)))
+                    peak, decay = raise_peak(s, peak, _SLACK / to_log2, to_log2)
+                    p = round_pairs(jnp.exp2(s * to_log2 - across(peak * to_log2, s)))
                     rest_smem[n.slot] = p  # those columns of K are no longer needed
                     factor_smem[n.slot] = decay
-                    if not late:
-                        hand_over(n.slot)
                     # V is multiplied by rounded weights, so their own sum divides: a weight that outweighs the others
                     # then loses its rounding, up to 2**-8, where the subtrahend is another token's score.
-                    return new_peak, total * decay + widen(p).sum(axis=1), step(n)
+                    return peak, total * across(decay, total) + fold(p), step(n)
 
                 peak, total, n = lax.fori_loop(
-                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M,), 0, _ROWS), step(n))
+                    start, stop, one, (full((M,), _MASKED, _ROWS), full((M, 8), 0, _ACC), step(n))
                 )
-                if late:
-                    hand_over(before(n))
+                total = total.sum(axis=1)
+                hand_over(before(n))
                 seen = total > 0
                 safe = jnp.where(seen, total, 1)
                 plgpu.barrier_wait(end_free)
@@ -542,13 +555,14 @@ def _decode(
 
                     def done(c):
                         plgpu.barrier_arrive(v_free.at[at[c]], predicate=i < stop - 1)
+                        if c == 0:
+                            plgpu.barrier_arrive(first_read.at[slot], predicate=role == _LEFT)
 
+                    # The loader waits for the left half's first box: the right half leaves it the tensor cores.
+                    pl.when(role != _LEFT)(lambda: plgpu.barrier_wait(first_read.at[slot]))
                     boxes_here = [v_smem.at[box] for box in at]
-                    accs = add_products(accs, rest_smem.at[slot], boxes_here, done if late else None)
+                    accs = add_products(accs, rest_smem.at[slot], boxes_here, done)
                     plgpu.barrier_arrive(rest_free.at[slot])
-                    if not late:
-                        for c in range(half // GROUP):
-                            done(c)
                     return *accs, step(n)
 
                 *accs, n = lax.fori_loop(
@@ -606,6 +620,7 @@ def _decode(
             barrier(num_barriers=SLOTS),
             barrier(),
             barrier(num_arrivals=2),
+            barrier(num_barriers=SLOTS),
         ],
         # No reduction here crosses warps; the default scratch for those would not fit. What threads write to shared memory
         # others read behind a barrier of ours: Pallas need not add its own around every load and store.

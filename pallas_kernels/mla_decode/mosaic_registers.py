@@ -63,12 +63,7 @@ def rescale(accumulators, factors):
         one = arith.constant(factors.mlir_dtype, ir.FloatAttr.get(factors.mlir_dtype, 1.0))
         changed = None
         for register in factors.registers.flat:
-            value = (
-                llvm.extractelement(register, _constant(0))
-                if isinstance(register.type, ir.VectorType)
-                else register
-            )
-            differs = arith.cmpf(arith.CmpFPredicate.UNE, value, one)
+            differs = arith.cmpf(arith.CmpFPredicate.UNE, _scalar(register), one)
             changed = differs if changed is None else arith.ori(changed, differs)
         changed = nvvm.vote_sync(_constant(-1), changed, nvvm.VoteSyncKind.any)
         branch = scf.IfOp(changed, [r.type for acc in accs for r in acc.registers.flat], has_else=True)
@@ -161,6 +156,103 @@ def widen(values):
         return FragmentedArray(_registers=registers, _layout=values.layout, _is_signed=None)
 
     return convert(values)
+
+
+def fold(values):
+    """Sums of bf16 [64, n] over columns that lie 8 apart, f32 [64, 8]: what each thread can add up by itself."""
+    layout = plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct((values.shape[0], 8), jnp.float32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=result)
+    def add(_, values):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        by_column = np.moveaxis(values.registers, 1, -1)
+        registers = np.empty(by_column.shape[:-1], dtype=object)
+        for index in np.ndindex(registers.shape):
+            words = [mgpu.utils.bitcast(register, i32) for register in by_column[index]]
+            halves = (
+                [arith.shli(word, _constant(16)) for word in words],
+                [arith.andi(word, _constant(-65536)) for word in words],
+            )
+            pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
+            for i, half in enumerate(halves):
+                total = _tree(arith.addf, [llvm.bitcast(f32, word) for word in half])
+                pair = llvm.insertelement(pair, total, _constant(i))
+            registers[index] = pair
+        return FragmentedArray(
+            _registers=np.expand_dims(registers, 1), _layout=values.layout, _is_signed=None
+        )
+
+    return add(values)
+
+
+def raise_peak(scores, peak, slack: float, scale: float):
+    """(peaks, factors) after f32 scores [64, n] in the WGMMA layout, all f32 [64] in the layout of its rows.
+
+    A row with a score above `peak` by more than `slack` takes its largest score, and the factor
+    ``2 ** (scale * (old peak - new peak))``; other rows keep their peak and have factor 1. A warp without such a row
+    reduces nothing. A NaN raises no peak.
+    """
+    layout = plgpu.Layout.WGMMA
+    rows = layout.reduce(1)
+    row = plgpu.ShapeDtypeStruct(peak.shape, jnp.float32, layout=rows)
+
+    @plgpu.inline_mgpu(arg_types=(layout, rows), return_type=(row, row))
+    def look(_, scores, peak):
+        f32 = ir.F32Type.get()
+        real = lambda value: arith.constant(f32, ir.FloatAttr.get(f32, value))
+        # A thread holds two rows: of an accumulator's registers the fifth index tells which.
+        by_row = np.moveaxis(scores.registers, 4, 0)
+        tops = [
+            _tree(
+                arith.maxnumf, [llvm.extractelement(x, _constant(i)) for x in of_row.flat for i in range(2)]
+            )
+            for of_row in by_row
+        ]
+        olds = [_scalar(register) for register in peak.registers.flat]
+        above = lambda top, old: arith.cmpf(arith.CmpFPredicate.OGT, top, arith.addf(old, real(slack)))
+        any_above = _tree(arith.ori, [above(*pair) for pair in zip(tops, olds, strict=True)])
+        any_above = nvvm.vote_sync(_constant(-1), any_above, nvvm.VoteSyncKind.any)
+        branch = scf.IfOp(any_above, [f32] * (2 * len(olds)), has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            news, factors = [], []
+            for top, old in zip(tops, olds, strict=True):
+                for distance in (1, 2):
+                    top = arith.maxnumf(top, mgpu.utils.shfl_bfly(top, distance))
+                news.append(arith.select(above(top, old), top, old))
+                gap = arith.mulf(arith.subf(old, news[-1]), real(scale))
+                factors.append(llvm.inline_asm(f32, [gap], "ex2.approx.ftz.f32 $0, $1;", "=f,f"))
+            scf.yield_([*news, *factors])
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_([*olds, *[real(1.0)] * len(olds)])
+
+        def rows_of(values):
+            registers = np.empty(peak.registers.shape, dtype=object)
+            for index, value in zip(np.ndindex(registers.shape), values, strict=True):
+                kind = peak.registers[index].type
+                if isinstance(kind, ir.VectorType):
+                    value = llvm.insertelement(llvm.mlir_undef(kind), value, _constant(0))
+                registers[index] = value
+            return FragmentedArray(_registers=registers, _layout=peak.layout, _is_signed=None)
+
+        results = list(branch.results)
+        return rows_of(results[: len(olds)]), rows_of(results[len(olds) :])
+
+    return look(scores, peak)
+
+
+def _tree(combine, terms):
+    while len(terms) > 1:
+        pairs = [combine(*pair) for pair in zip(terms[::2], terms[1::2], strict=False)]
+        terms = pairs + terms[2 * len(pairs) :]
+    return terms[0]
+
+
+def _scalar(register):
+    """A register that holds one value, which may come as a vector of one."""
+    if isinstance(register.type, ir.VectorType):
+        return llvm.extractelement(register, _constant(0))
+    return register
 
 
 def upper_half(values):

@@ -63,6 +63,16 @@ def widen(values):
     return values.astype(jnp.float32)
 
 
+def fold(values):
+    return values.astype(jnp.float32).reshape(len(values), -1, 8).sum(axis=1)
+
+
+def raise_peak(scores, peak, slack, scale):
+    top = scores.max(axis=1)
+    new_peak = jnp.where(top > peak + slack, top, peak)
+    return new_peak, jnp.exp2((peak - new_peak) * scale)
+
+
 def find_share(
     row_range_refs, batch, group, groups, out_ref, *,
     width_tokens, s_q, reach=None, indptr_ref=None, capacity=0, cut_evenly=True,
@@ -99,11 +109,13 @@ def substitute(kernel, add_products) -> None:
     kernel.rescale = lambda accumulators, factors: [acc * factors[:, None] for acc in accumulators]
     kernel.upper_half, kernel.lower_half = upper_half, lower_half
     kernel.round_pairs, kernel.widen = round_pairs, widen
+    kernel.fold, kernel.raise_peak = fold, raise_peak
     kernel.sync_warpgroup = lambda: None  # a warpgroup is one thread here
     mosaic_schedule.find_share = find_share
     mosaic_gather.copy_rows, mosaic_gather.report = copy_rows, plgpu.barrier_arrive
     mosaic_gather.order_reads = lambda: None
     gmem.load, gmem.iota = lambda ref, index: ref[...][index], jnp.arange
+    plgpu.async_prefetch = lambda ref: None
     plgpu.griddepcontrol_wait = plgpu.griddepcontrol_launch_dependents = lambda: None
     # A kernel may end with slots of its ring free and nobody waiting for that; the interpreter takes it for a mistake.
     deallocate = shared_memory.Barrier.deallocate
@@ -145,7 +157,7 @@ def main() -> None:
         "virtual",
         blocks=3,
     )
-    # A number of queries that TMA can't store, in two tiles, so that P is handed over late; a row whole and a row cut.
+    # A number of queries that TMA can't store, in two tiles; a row whole and a row cut.
     check(make_case([40, 150], heads=70), "table", blocks=4)
     # Single rows.
     check(make_case([77, 0, 140], heads=40, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2)
