@@ -15,7 +15,7 @@ from pallas_kernels.mla_prefill.rows import Rows
 from pallas_kernels.xla_attention import row_index
 
 _CHUNK_BYTES = 256 << 20  # expanded K and V of one chunk stay within this
-_MIN_CHUNK, _MAX_CHUNK = 128, 4096
+_MIN_CHUNK, _MAX_CHUNK = 128, 4096  # below the least, fewer heads at a time
 
 Partial = tuple[Array, Array]
 
@@ -87,7 +87,8 @@ def expanded(  # type: ignore[no-untyped-def]
     sm_scale: float,
     attention: Callable[..., Partial],
 ) -> Partial:
-    """`new` merged with the attention to the prefix, whose latents are gathered and up-projected chunk by chunk."""
+    """`new` merged with the attention to the prefix, whose latents are gathered and up-projected chunk by chunk, and where
+    there are many rows a group of heads after the other."""
     source, row_width = pool["source"], pool["row_width"]
     kv_dtype = jnp.dtype(pool["kv_dtype"])
     num_rows, (heads, nope, rank), v_width = rows.start.shape[0], w_uk.shape, w_uv.shape[1]
@@ -96,11 +97,11 @@ def expanded(  # type: ignore[no-untyped-def]
     row_of, kv_end = row_index(source, pool["block_offset"], rows_of_pool.shape[0])
     kv_start = jnp.maximum(source.kv_start, 0)
     length = jnp.where(rows.length > 0, jnp.maximum(kv_end - kv_start, 0), 0)
-    chunk = _chunk(num_rows * heads * (nope + v_width) * q.dtype.itemsize)
+    chunk, group = _pieces(num_rows * (nope + v_width) * q.dtype.itemsize, heads)
     lane = jnp.arange(chunk, dtype=jnp.int32)
     at = jnp.arange(num_rows, dtype=jnp.int32) * chunk
 
-    def body(c, carry: Partial) -> Partial:
+    def body(q, w_uk, w_uv, c, carry: Partial) -> Partial:
         here = jnp.clip(length - c * chunk, 0, chunk)
         position = kv_start[:, None] + c * chunk + lane
         kv = load_rows(rows_of_pool, row_of(position), lane < here[:, None], kv_dtype, rank + rope).astype(
@@ -112,15 +113,34 @@ def expanded(  # type: ignore[no-untyped-def]
         part = attention(q, k_nope, kv[:, rank:], v, rows, Rows(at, here), causal=False, sm_scale=sm_scale)
         return merge([carry, part], jnp.float32)
 
-    out, lse = new
-    # A row's own order of chunks: nothing but its length decides it.
-    out, lse = lax.fori_loop(0, -(-jnp.max(length, initial=0) // chunk), body, (out.astype(jnp.float32), lse))
-    return out.astype(q.dtype), lse
+    def of_heads(q, w_uk, w_uv, out, lse) -> Partial:
+        # A row's own order of chunks: nothing but its length decides it.
+        last = -(-jnp.max(length, initial=0) // chunk)
+        carry = out.astype(jnp.float32), lse
+        out, lse = lax.fori_loop(0, last, partial(body, q, w_uk, w_uv), carry)
+        return out.astype(q.dtype), lse
+
+    if group == heads:
+        return of_heads(q, w_uk, w_uv, *new)
+
+    def apart(x: Array, axis: int) -> Array:
+        return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, group, *x.shape[axis + 1 :]), axis, 0)
+
+    pieces = apart(q, 1), apart(w_uk, 0), apart(w_uv, 0), *(apart(x, 1) for x in new)
+    found = lax.map(lambda piece: of_heads(*piece), pieces)
+    out, lse = (jnp.moveaxis(x, 0, 1).reshape(full.shape) for x, full in zip(found, new, strict=True))
+    return out, lse
 
 
-def _chunk(bytes_a_position: int) -> int:
-    """Positions of each row in one chunk: a power of two that keeps expanded K and V within `_CHUNK_BYTES`."""
-    chunk = _MIN_CHUNK
-    while 2 * chunk <= _MAX_CHUNK and 2 * chunk * bytes_a_position <= _CHUNK_BYTES:
+def _pieces(bytes_each: int, heads: int) -> tuple[int, int]:
+    """(positions of each row in one chunk, heads at a time) that keep expanded K and V within `_CHUNK_BYTES`, where a
+    position and head takes bytes_each in all rows together. Positions are a power of two, of at least `_MIN_CHUNK` unless
+    those of one head are too many; heads are all, or a divisor of them."""
+    group = max(
+        (n for n in range(1, heads + 1) if heads % n == 0 and n * _MIN_CHUNK * bytes_each <= _CHUNK_BYTES),
+        default=1,
+    )
+    chunk = 1
+    while 2 * chunk <= _MAX_CHUNK and 2 * chunk * group * bytes_each <= _CHUNK_BYTES:
         chunk *= 2
-    return chunk
+    return chunk, group
