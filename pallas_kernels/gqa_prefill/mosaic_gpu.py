@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 HEAD_DIMS = (64, 128, 256)
 _SMEM_BYTES = 225 << 10  # what queries and rings may take
 _SECTION_BYTES = 44 << 20  # K and V that are worked on together: see `mla_prefill.schedule`
-_MOST_PARTS = 16
+_MOST_PARTS = 16  # of a tile's positions
 _FIELDS = 16  # an Item as int32 in shared memory, padded
 
 
@@ -43,8 +43,8 @@ class TuningConfig:
     """Launch parameters; None for what the kernel takes by itself.
 
     `keys`: positions of a step, 64 or 128. `stages`: of K and of V in flight. `queries`: items whose queries lie in shared
-    memory, 1 or 2. `warpgroups`: that compute, 2 or 3. `parts`: that share
-    the positions of a tile. `blocks`: thread blocks.
+    memory, 1 or 2. `warpgroups`: that compute, 2 or 3. `parts`: work items among which the positions of a tile are dealt.
+    `blocks`: thread blocks.
     """
 
     keys: int | None = None
@@ -494,7 +494,7 @@ def gqa_prefill_mosaic(
 
 @dataclass(frozen=True)
 class _Plan:
-    """The kernel's sizes. tokens: of a warpgroup's 64 lines, of which `held` have room in shared memory."""
+    """The kernel's sizes. tokens: whose lines a warpgroup owns, 64 at most; there is room for those of `held`."""
 
     keys: int
     stages: int

@@ -1,4 +1,4 @@
-"""Pieces of the Mosaic prefill kernel that Pallas has no operation for (lane semantics).
+"""Pieces of the Mosaic prefill kernels, MLA's and GQA's, that Pallas has no operation for (lane semantics).
 
 Addresses are computed in 64 bits.
 """
@@ -26,9 +26,10 @@ def issue_products(q_ref, k_ref, v_ref, p, acc, transforms):
     """Starts S = q @ k^T and then acc += p @ v, each a group of WGMMAs, and returns (S, acc) still in flight.
 
     q_ref [qk_chunks, 64, 64], k_ref [qk_chunks, keys, 64] and v_ref [v_chunks, keys, 64] are bf16 in swizzled shared
-    memory; q_ref may have its rows in several dimensions, and more of them than the first 64, which are read. p is bf16 [64, keys] and acc f32 [64, 64 * v_chunks] in the WGMMA layout. Where q_ref and k_ref, or the other
-    three, are None, only the other product is started, and its result alone returned. Nothing may touch the results or p
-    before `plgpu.wgmma_wait`, after which `settle` orders their uses.
+    memory; q_ref may have its rows in several dimensions, and more than 64 of them, of which the first 64 are read. p is
+    bf16 [64, keys] and acc f32 [64, 64 * v_chunks] in the WGMMA layout. Where q_ref and k_ref, or the other three, are
+    None, only the other product is started, and its result alone returned. Nothing may touch the results or p before
+    `plgpu.wgmma_wait`, after which `settle` orders their uses.
 
     One block of assembly: an operand that is made ready between two WGMMAs would make the compiler wait for the first.
     """
