@@ -13,9 +13,10 @@ PYTEST_SINGLY := $(PYTHON_BIN) -m pytest -n 2 --dist worksteal
 # The tests' programs are large and their inputs tiny: nearly all time goes to compiling. LLVM at level 0 and XLA's
 # emitters that do without MLIR take a fifth of the CPU time for a decode loop (7.6 s instead of 36 s). They do not round
 # two programs alike where their memory is laid out differently, so tests marked `exact` run with XLA's own emitters.
-# A program is one LLVM module: to cut it up for several threads costs a fifth more, and there is a worker for every core.
 FAST_COMPILE := XLA_FLAGS="--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1 \
 	--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+# A program is one LLVM module: to cut it up for several threads costs a fifth more, and there is a worker for every core.
+ONE_MODULE := XLA_FLAGS=--xla_cpu_parallel_codegen_split_count=1
 # Without the CUDA libraries the plugin wheels can compile, not run.
 DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1
 
@@ -44,13 +45,13 @@ demo:
 
 test: venv
 	$(FAST_COMPILE) $(PYTEST) -m "not gpu and not slow and not deviceless and not exact"
-	$(PYTEST) -m "exact and not gpu and not slow and not deviceless"
+	$(ONE_MODULE) $(PYTEST) -m "exact and not gpu and not slow and not deviceless"
 
 slow: slow-marked machine
 
 # What takes minutes, compiled as a user's programs are.
 slow-marked: venv
-	$(PYTEST_SINGLY) -m "slow and not gpu and not deviceless"
+	$(ONE_MODULE) $(PYTEST_SINGLY) -m "slow and not gpu and not deviceless"
 
 # The pool's state machine at length.
 machine: venv

@@ -35,6 +35,21 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """By file, and the files of the pool together: they compile the same operations."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByPrograms(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            path = super()._split_scope(nodeid)
+            return "tests/pool" if path.startswith("tests/pool/") else path
+
+    return ByPrograms(config, log)
+
+
 @pytest.fixture
 def ptxas_reports(capfd, monkeypatch):
     """A function that returns what ptxas said of each Mosaic kernel compiled since the test began."""

@@ -43,6 +43,7 @@ rm -rf "$out"
 export UKV_RANDOM_GOLDENS=$out
 # Nearly all of the work is compiling, which XLA's plain emitters do twice as fast; but what they round depends on the
 # layout, so bits are compared without them.
-XLA_FLAGS=--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters \
+one_module=--xla_cpu_parallel_codegen_split_count=1  # there is a worker for every core
+XLA_FLAGS="$one_module --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters" \
     .venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py -k parity
-.venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py -k twin
+XLA_FLAGS=$one_module .venv/bin/python -m pytest -n 2 tests/models/test_random_goldens.py -k twin
