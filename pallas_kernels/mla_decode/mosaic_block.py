@@ -4,6 +4,7 @@
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -106,11 +107,13 @@ class Call:
         scratch_types,
         pool=None,
         unroll: int = 8,
+        merge=None,
     ):
         """Launches ``kernel(block, *scratch)`` and the merge: (out, lse) of ``rows * queries`` lines.
 
         `part`: the array for parts of cut rows. `scratch_types`: first the block's own, from `kv_smem` to `share_ready`.
         `pool`: as the kernel sees it, if not as it is here. `unroll`: of the merge.
+        `merge`: called in the place of `mosaic_merge.merge`, for parts of another form.
         """
         array = jax.ShapeDtypeStruct
         inputs = len(self.ranges) + len(self.ids)
@@ -143,9 +146,9 @@ class Call:
         )
         pool = self.pool if pool is None else pool
         out, lse, part, part_lse, leads = launch(self.q, pool, self.block_offset, *self.ranges, *self.ids)
-        return mosaic_merge.merge(
-            out, lse, part, part_lse, leads, queries=self.queries, groups=self.groups, unroll=unroll
-        )
+        if merge is None:
+            merge = partial(mosaic_merge.merge, unroll=unroll)
+        return merge(out, lse, part, part_lse, leads, queries=self.queries, groups=self.groups)
 
 
 @dataclass(frozen=True)

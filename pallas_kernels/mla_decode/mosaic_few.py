@@ -1,7 +1,7 @@
 """Paged MLA decode in bf16 for up to 32 query lines a row, for Hopper in Pallas Mosaic GPU: products transposed.
 
-The schedule and the merge are those of `mosaic_gpu`. What differs: heads are columns, as few as there are (in eights), not
-64 padded rows. S^T = K Q^T and O^T = V^T P^T take K and V^T straight from the tile in shared memory, so that a tile needs
+The schedule is that of `mosaic_gpu`; parts of cut rows and their merge are in `mosaic_parts`. What differs: heads are columns,
+as few as there are (in eights), not 64 padded rows. S^T = K Q^T and O^T = V^T P^T take K and V^T straight from the tile in shared memory, so that a tile needs
 half of the tensor cores' time and leaves its place early enough for a block that fell behind to catch up.
 
 Four warpgroups: one loads pages by TMA, or single rows (`mosaic_gather`), one computes scores and softmax and hands P^T and
@@ -12,16 +12,15 @@ numbers.
 import math
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_gather, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, Block, Call, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
-from pallas_kernels.mla_decode.mosaic_registers import lower_half, sync_warpgroup, upper_half
+from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import TokenStream
 
@@ -101,11 +100,11 @@ class FewCall(Call):
 
     def run(self):
         """(out, lse) of ``rows * queries`` lines."""
-        barrier, columns, width, lines = plgpu.Barrier, self.columns, self.width, self.groups * self.queries
+        barrier, columns, width = plgpu.Barrier, self.columns, self.width
         return self.launch(
             _kernel,
             FewBlock,
-            part=jax.ShapeDtypeStruct((2, 2 * lines, self.v_width), jnp.bfloat16),
+            part=mosaic_parts.part_type(2 * self.groups, self.queries, self.v_width),
             num_threads=4,
             slots=_SLOTS,
             scratch_types=[
@@ -117,7 +116,7 @@ class FewCall(Call):
                 plgpu.SMEM((_SLOTS, TILE, width - self.v_width), jnp.bfloat16, transforms=_TILED),
                 plgpu.SMEM((_SLOTS, columns, width), jnp.bfloat16, transforms=_TILED),
                 plgpu.SMEM((_SLOTS, columns, TILE), jnp.bfloat16, transforms=_TILED),
-                plgpu.SMEM((_SLOTS + 5, columns), jnp.float32),  # one array: each takes a whole KiB
+                plgpu.SMEM((_SLOTS + 6, columns), jnp.float32),  # one array: each takes a whole KiB
                 barrier(num_barriers=_SLOTS),
                 barrier(num_barriers=_SLOTS),
                 barrier(num_barriers=_SLOTS),
@@ -126,8 +125,7 @@ class FewCall(Call):
                 barrier(num_arrivals=2),
             ],
             pool=self.pool.reshape(-1, width) if self.single else None,
-            # 16 parts a row or fewer: less code, which is what a kernel this short waits for.
-            unroll=2 if self.groups // self.rows <= 16 else 8,
+            merge=mosaic_parts.merge,
         )
 
 
@@ -164,9 +162,6 @@ class FewBlock(Block):
             n, k = carry
             kv_first, kv_stop = self.visible(b)
             blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
-            q_slot = lax.rem(k, _SLOTS)
-            pl.when(k >= _SLOTS)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
-            plgpu.copy_gmem_to_smem(self.q.at[b], q_smem.at[q_slot], q_ready.at[q_slot])
 
             def free_boxes(n):
                 slot = lax.rem(n, _SLOTS)
@@ -205,6 +200,9 @@ class FewBlock(Block):
                 return n + 1, later
 
             ids = tokens.load_ids(positions(start)) if call.single else blocks_of(start)
+            q_slot = lax.rem(k, _SLOTS)
+            pl.when(k >= _SLOTS)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
+            plgpu.copy_gmem_to_smem(self.q.at[b], q_smem.at[q_slot], q_ready.at[q_slot])
             n, _ = lax.fori_loop(start, stop, by_rows if call.single else by_pages, (n, ids))
             return n, k + 1
 
@@ -217,7 +215,8 @@ def _kernel(
     call, role = block.call, block.role
     columns, half, queries = call.columns, call.v_width // 2, call.queries
     blocks_of_half = half // _CHUNK
-    inverse_smem, scratch_smem = factor_smem.at[_SLOTS], factor_smem.at[pl.ds(_SLOTS + 1, 4)]
+    inverse_smem, lse_smem = factor_smem.at[_SLOTS], factor_smem.at[_SLOTS + 1]
+    scratch_smem = factor_smem.at[pl.ds(_SLOTS + 2, 4)]
     log2e = math.log2(math.e)
     pl.when(role == LOAD)(lambda: block.load_tiles(rest_smem, q_smem, q_ready, q_free))
 
@@ -234,7 +233,7 @@ def _kernel(
             plgpu.barrier_wait(q_ready.at[q_slot])
 
             def one(i, carry):
-                peak, total, weight, n = carry
+                peak, total, n = carry
                 slot = lax.rem(n, _SLOTS)
                 position = (first_tile + i) * TILE
 
@@ -286,29 +285,19 @@ def _kernel(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready.at[slot])
                 # V is multiplied by rounded weights, so their own sum divides: see `mosaic_gpu`.
-                weight = weight * down(decay, s) + rounded.astype(jnp.float32)
-                return peak, total * down(decay, s) + p, weight, n + 1
+                return peak, total * down(decay, s) + rounded.astype(jnp.float32), n + 1
 
-            zero = full((TILE, columns), 0, ACC)
-            peak, total, weight, n = lax.fori_loop(
-                start, stop, one, (full((columns,), MASKED, COLUMNS), zero, zero, n)
-            )
+            nothing = full((columns,), MASKED, COLUMNS), full((TILE, columns), 0, ACC)
+            peak, total, n = lax.fori_loop(start, stop, one, (*nothing, n))
             plgpu.barrier_arrive(q_free.at[q_slot])
-            total, weight = (reduce_columns(x, scratch_smem, largest=False) for x in (total, weight))
+            total = reduce_columns(total, scratch_smem, largest=False)
             any_seen = total > 0
             safe = jnp.where(any_seen, total, 1)
             plgpu.barrier_wait(end_free)
-            inverse_smem[...] = jnp.where(any_seen, 1 / jnp.where(any_seen, weight, 1), 0)
+            inverse_smem[...] = jnp.where(any_seen, 1 / safe, 0)
+            lse_smem[...] = jnp.where(any_seen, peak + jnp.log2(safe), -jnp.inf)
             plgpu.commit_smem()
             plgpu.barrier_arrive(end_ready)
-            whole, slot = block.destination(start, stop, tiles)
-            lse = peak + jnp.log2(safe)
-            natural = jnp.where(any_seen, lse * math.log(2), jnp.inf)
-            partial = jnp.where(any_seen, lse, -jnp.inf)
-            pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), queries))
-            pl.when(jnp.logical_not(whole))(
-                lambda: store_vector(block.part_lse, partial, block.line(slot), queries)
-            )
             return n, k + 1
 
         block.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))
@@ -323,14 +312,15 @@ def _kernel(
         pl.when(left)(lambda: block.begin_records(share))
         plgpu.barrier_arrive(end_free)  # the place of 1 / weight is free
 
-        def place(slot, c, first_row=0, rows=TILE):
+        def place(slot, c, rows=TILE):
             """Block c of this half of V."""
             return block.kv_smem.at[
-                slot, first_box + c * _CHUNK // _BOX, pl.ds(first_row, rows), pl.ds(c * _CHUNK % _BOX, _CHUNK)
+                slot, first_box + c * _CHUNK // _BOX, pl.ds(0, rows), pl.ds(c * _CHUNK % _BOX, _CHUNK)
             ]
 
         def segment(b, start, stop, first_tile, tiles, n):
             pl.when(left)(lambda: block.record(share, b, start, stop, tiles))
+            whole, part_slot = block.destination(start, stop, tiles)
 
             def one(i, carry):
                 *accs, n = carry
@@ -340,44 +330,49 @@ def _kernel(
                 accs = [acc * down(decay, acc) for acc in accs]
                 accs = add_products(accs, [place(slot, c) for c in range(blocks_of_half)], p_smem.at[slot])
                 plgpu.barrier_arrive(p_free.at[slot])
-                pl.when(i < stop - 1)(lambda: plgpu.barrier_arrive(block.kv_free.at[slot]))
+                # A whole row leaves by way of its last tile's place.
+                pl.when((i < stop - 1) | jnp.logical_not(whole))(
+                    lambda: plgpu.barrier_arrive(block.kv_free.at[slot])
+                )
                 return *accs, n + 1
 
             *accs, n = lax.fori_loop(
                 start, stop, one, (*[full((_CHUNK, columns), 0, ACC)] * blocks_of_half, n)
             )
             plgpu.barrier_wait(end_ready)
-            inverse = plgpu.load(inverse_smem, layout=COLUMNS)
+            inverse, lse = (plgpu.load(ref, layout=COLUMNS) for ref in (inverse_smem, lse_smem))
             accs = [acc * down(inverse, acc) for acc in accs]
             plgpu.barrier_arrive(end_free)
-            whole, part_slot = block.destination(start, stop, tiles)
             last = lax.rem(n - 1, _SLOTS)
-
-            def send(refs, arrays, line):
-                """Stores O^T, in each of `arrays` as blocks [64, queries], to the lines of the ref of the same place."""
-                sync_warpgroup()  # every warp is done with V of the last tile: its place serves the way out
-                for h, blocks in enumerate(arrays):
-                    for c, value in enumerate(blocks):
-                        place(last, c, h * MOST_QUERIES, columns).transpose((1, 0))[...] = value
-                plgpu.commit_smem()
-                for h, ref in enumerate(refs):
-                    for g in range(half // _BOX):
-                        plgpu.copy_smem_to_gmem(
-                            block.kv_smem.at[last, first_box + g, pl.ds(h * MOST_QUERIES, columns)],
-                            ref.at[pl.ds(line, columns), pl.ds((first_box + g) * _BOX, _BOX)],
-                        )
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             @pl.when(whole)
             def final():
-                send([block.out], [[acc.astype(jnp.bfloat16) for acc in accs]], block.line(b))
+                sync_warpgroup()  # every warp is done with V of the last tile: its place serves the way out
+                for c, acc in enumerate(accs):
+                    place(last, c, columns).transpose((1, 0))[...] = acc.astype(jnp.bfloat16)
+                plgpu.commit_smem()
+                for g in range(half // _BOX):
+                    plgpu.copy_smem_to_gmem(
+                        block.kv_smem.at[last, first_box + g, pl.ds(0, columns)],
+                        block.out.at[pl.ds(block.line(b), columns), pl.ds((first_box + g) * _BOX, _BOX)],
+                    )
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                plgpu.barrier_arrive(block.kv_free.at[last])
 
             @pl.when(jnp.logical_not(whole))
             def partial_():
-                upper, lower = [upper_half(acc) for acc in accs], [lower_half(acc) for acc in accs]
-                send([block.part.at[0], block.part.at[1]], [upper, lower], block.line(part_slot))
+                first_block = jnp.where(left, 0, blocks_of_half)
+                line = mosaic_parts.line_of(part_slot, first_block, columns, call.v_width)
+                mosaic_parts.leave(accs, block.part, line)
 
-            plgpu.barrier_arrive(block.kv_free.at[last])
+            @pl.when(left)
+            def store_lse():
+                natural = jnp.where(lse > -jnp.inf, lse * math.log(2), jnp.inf)
+                pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), queries))
+                pl.when(jnp.logical_not(whole))(
+                    lambda: store_vector(block.part_lse, lse, block.line(part_slot), queries)
+                )
+
             return n
 
         block.for_segments(share, segment, jnp.int32(0))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_few, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_few, mosaic_parts, mosaic_schedule
 from tests.kernels import mla_interpreter
 from tests.kernels.mla_case import make_case
 
@@ -36,6 +36,18 @@ def reduce_columns(scores, _, largest):
     return scores.max(axis=0) if largest else scores.sum(axis=0)
 
 
+def leave(blocks, ref, line):
+    """A part's lines, in an order of our own within them."""
+    pieces = [block[:, first : first + 8] for block in blocks for first in range(0, block.shape[1], 8)]
+    for i, piece in enumerate(pieces):
+        ref[line + i] = piece.reshape(-1)
+
+
+def fetch(ref, lse_ref, line, first, queries):
+    pieces = [ref[line + i].reshape(64, 8) for i in range(queries // 8)]
+    return jnp.concatenate(pieces, axis=1), lse_ref[pl.ds(first, queries)]
+
+
 def main() -> None:
     mla_interpreter.substitute(mosaic_few, add_products)
     # Right for any price of a row.
@@ -44,9 +56,10 @@ def main() -> None:
     )
     mosaic_few.zero_rows, mosaic_few.any_above = zero_rows, any_above
     mosaic_few.reduce_columns = reduce_columns
-    mosaic_few.store_vector = lambda ref, vector, first, count: mla_interpreter.store_rows(
-        ref, vector, first, count
+    mosaic_few.store_vector = mosaic_parts.store_vector = lambda ref, vector, first, count: (
+        mla_interpreter.store_rows(ref, vector, first, count)
     )
+    mosaic_parts.leave, mosaic_parts.fetch = leave, fetch
     # Rows cut between three blocks, windows, an empty row, drafts of three queries, ids translated in the kernel.
     mla_interpreter.check(
         make_case([77, 0, 130, 64, 300], heads=8, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129]),

@@ -1,0 +1,216 @@
+"""Parts of cut rows as the registers that hold them: how `mosaic_few` leaves O^T of a part, and the merge of such parts.
+
+A part lies in lines of 512 f32, a line for 64 of V's columns and 8 queries, in which each thread of a warpgroup has four
+neighbours: what it holds of them in the WGMMA layout. So a part is written by whole cache lines straight from registers and
+read back into the same ones, and nothing is rounded, exchanged or waited for in the decode kernel.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
+from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm
+from jaxtyping import Array, BFloat16, Float32, Int32
+
+from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, down, full
+from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
+
+_SCALAR = plgpu.Layout.WG_SPLAT(())
+_BLOCK, _QUERIES = 64, 8  # of V's columns and of queries, in a line
+_LINE = _BLOCK * _QUERIES
+_FEW_ROWS = 16
+_TILED = (plgpu.TilingTransform((8, _BLOCK)), plgpu.SwizzleTransform(128))
+
+
+def part_type(slots: int, queries: int, v_width: int) -> jax.ShapeDtypeStruct:
+    """The array for parts of `queries` queries, a multiple of 8, in `slots` slots."""
+    return jax.ShapeDtypeStruct((slots * queries * v_width // _LINE, _LINE), jnp.float32)
+
+
+def line_of(slot, block, queries: int, v_width: int):
+    """First line of the `block`-th 64 columns of the part in `slot`."""
+    return (slot * (v_width // _BLOCK) + block) * (queries // _QUERIES)
+
+
+def leave(blocks, ref, line) -> None:
+    """Writes O^T, f32 arrays [64, queries] in the WGMMA layout for neighbouring columns of V, to ``ref[line:]``."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, *[ACC] * len(blocks)), return_type=None)
+    def store(_, ref, line, *blocks):
+        i32, at = ir.IntegerType.get_signless(32), _address(ref, line)
+        offset = 0
+        for block in blocks:
+            of = {
+                place: block.registers[index]
+                for index, place in _places(block.layout, block.registers.shape, block.shape[1])
+            }
+            for query in range(0, block.shape[1], _QUERIES):
+                pairs = [of[half, query] for half in (0, 8)]
+                words = [
+                    llvm.bitcast(i32, llvm.extractelement(pair, _const(e)))
+                    for pair in pairs
+                    for e in range(2)
+                ]
+                utils.inline_ptx(
+                    f"st.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", at, *words, has_side_effects=True
+                )
+                offset += 4 * _LINE
+
+    store(ref, jnp.int32(line), *blocks)
+
+
+def fetch(ref, lse_ref, line, first, queries: int):
+    """(f32 [64, queries] in the WGMMA layout of what `leave` has left in ``ref[line:]``, ``lse_ref[first : first + queries]``)."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR),
+        return_type=(
+            plgpu.ShapeDtypeStruct((_BLOCK, queries), jnp.float32, layout=ACC),
+            plgpu.ShapeDtypeStruct((queries,), jnp.float32, layout=COLUMNS),
+        ),
+    )
+    def load(_, ref, lse_ref, line, first):
+        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+        groups = range(queries // _QUERIES)
+        mine = arith.addi(first.registers.item(), arith.shli(arith.andi(_thread(), _const(3)), _const(1)))
+        base = llvm.ptrtoint(i64, utils.memref_ptr(lse_ref))
+        at_lse = arith.addi(base, arith.muli(arith.extsi(i64, mine), _const(4, i64)))
+        read = lambda words, at, offset: utils.inline_ptx(
+            f"ld.global.v{words}.f32 {{{', '.join(f'${i}' for i in range(words))}}}, [${words}+{offset}];",
+            at, result_types=[f32] * words, has_side_effects=True,
+        )  # fmt: skip
+        at = _address(ref, line)
+        logs = [read(2, at_lse, 4 * _QUERIES * j) for j in groups]
+        words = [read(4, at, 4 * _LINE * j) for j in groups]
+
+        layout, columns = ACC.to_mgpu(), COLUMNS.to_mgpu()
+        registers = np.empty(layout.registers_shape((_BLOCK, queries)), dtype=object)
+        for index, (half, query) in _places(layout, registers.shape, queries):
+            registers[index] = _pair(*words[query // _QUERIES][half // 4 : half // 4 + 2])
+        of_lse = np.empty(columns.registers_shape((queries,)), dtype=object)
+        for pair, index in zip(logs, np.ndindex(of_lse.shape), strict=True):
+            of_lse[index] = _pair(*pair)
+        return (
+            FragmentedArray(_registers=registers, _layout=layout, _is_signed=None),
+            FragmentedArray(_registers=of_lse, _layout=columns, _is_signed=None),
+        )
+
+    return load(ref, lse_ref, jnp.int32(line), jnp.int32(first))
+
+
+def merge(
+    out: BFloat16[Array, "rows_queries v_width"],
+    lse: Float32[Array, " rows_queries"],
+    part: Float32[Array, "lines 512"],
+    part_lse: Float32[Array, " slots_queries"],
+    leads: Int32[Array, "leads 3"],
+    *,
+    queries: int,
+    groups: int,
+) -> tuple[Array, Array]:
+    """As `mosaic_merge.merge`, of parts of type `part_type`; `queries` is a multiple of 8."""
+    v_width = out.shape[1]
+    if groups == 1:
+        return out, lse
+    # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
+    few = out.shape[0] // queries <= _FEW_ROWS
+    columns, together = (_QUERIES, 16) if few else (queries, 2)
+
+    def kernel(part_ref, part_lse_ref, lead_ref, out_ref, lse_ref, out_smem):
+        lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))
+        plgpu.griddepcontrol_wait()  # launched while the decode kernel still runs
+        row, group, last = (lead_ref[lead, i] for i in range(3))
+        count = last - group + 1
+
+        def add_parts(i, carry):
+            peak, total, acc = carry
+            parts = []
+            for a in [i * together + j for j in range(together)]:
+                safe = jnp.minimum(a, count - 1)
+                slot = jnp.where(safe == 0, groups + group, group + safe)
+                line = line_of(slot, block, queries, v_width) + tile * (columns // _QUERIES)
+                value, log = fetch(part_ref, part_lse_ref, line, slot * queries + tile * columns, columns)
+                parts.append((value, log + jnp.where(a < count, jnp.float32(0), -jnp.inf)))
+            new_peak = peak
+            for _, log in parts:
+                new_peak = jnp.maximum(new_peak, log)
+            decay = jnp.exp2(peak - new_peak)
+            total, acc = total * decay, acc * down(decay, acc)
+            for value, log in parts:
+                weight = jnp.exp2(log - new_peak)
+                total, acc = total + weight, acc + value * down(weight, value)
+            return new_peak, total, acc
+
+        @pl.when((row >= 0) & (count > 0))
+        def run():
+            empty = (
+                full((columns,), -1e30, COLUMNS),
+                full((columns,), 0, COLUMNS),
+                full((_BLOCK, columns), 0, ACC),
+            )
+            peak, total, acc = lax.fori_loop(0, lax.div(count + (together - 1), together), add_parts, empty)
+            safe = jnp.where(total > 0, total, 1)
+            out_smem.transpose((1, 0))[...] = (acc * down(1 / safe, acc)).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            first = row * queries + tile * columns
+            plgpu.copy_smem_to_gmem(
+                out_smem, out_ref.at[pl.ds(first, columns), pl.ds(block * _BLOCK, _BLOCK)]
+            )
+            natural = jnp.where(total > 0, (peak + jnp.log2(safe)) * math.log(2), jnp.inf)
+            pl.when(block == 0)(lambda: store_vector(lse_ref, natural, first, columns))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
+    plgpu.kernel(
+        kernel,
+        out_type=[],
+        grid=(leads.shape[0], v_width // _BLOCK, queries // columns),
+        grid_names=("lead", "block", "tile"),
+        num_threads=1,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((columns, _BLOCK), jnp.bfloat16, transforms=_TILED)],
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
+        ),
+    )(part, part_lse, leads, out_box, lse_box)
+    return jax.freeze(out_box), jax.freeze(lse_box)
+
+
+def _places(layout, registers_shape, queries: int):
+    """(index of a register, (its row, 0 or 8, and its first query, less what the thread adds)) of [64, queries]."""
+    strides = layout.tiling.tile_strides((queries, 1))
+    for index in np.ndindex(registers_shape):
+        yield index, divmod(sum(i * s for i, s in zip(index, strides, strict=False)), queries)
+
+
+def _thread():
+    return arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+
+
+def _address(ref, line):
+    """Of this thread's four elements of a line; 64-bit."""
+    i64 = ir.IntegerType.get_signless(64)
+    bytes_ = arith.addi(
+        arith.muli(arith.extsi(i64, line.registers.item()), _const(4 * _LINE, i64)),
+        arith.extsi(i64, arith.shli(_thread(), _const(4))),
+    )
+    return arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), bytes_)
+
+
+def _pair(first, second):
+    pair = llvm.mlir_undef(ir.VectorType.get((2,), ir.F32Type.get()))
+    for i, value in enumerate((first, second)):
+        pair = llvm.insertelement(pair, value, _const(i))
+    return pair
+
+
+def _const(value: int, ty=None):
+    ty = ir.IntegerType.get_signless(32) if ty is None else ty
+    return arith.constant(ty, ir.IntegerAttr.get(ty, value))
