@@ -296,7 +296,11 @@ class Engine:
         self.decode_steps, self.decode_seconds = 0, 0.0
 
     def compile(self, options: dict[str, str | bool] | None = None) -> None:
-        """Compiles everything now, side by side, instead of at first use. options: XLA's, as `jax.jit` takes them."""
+        """Compiles everything now, side by side, instead of at first use. options: XLA's, as `jax.jit` takes them.
+
+        To have the decode loop captured into a CUDA graph, give xla_gpu_enable_command_buffer with WHILE and CONDITIONAL
+        among its kinds: here it wants the full list, the defaults too.
+        """
         idle, zeros = np.full(self.lanes, -1, np.int32), np.zeros(self.lanes, np.int32)
         tokens = np.zeros((self.lanes, self.chunk), np.int32)
         params, state, gen = self.model.params, self.state, self.gen
