@@ -258,10 +258,14 @@ class PoolLayout:
                 below, blocks = (s.base or 0) // r.block_bytes, s.page_bytes // r.block_bytes
                 ids = (below + s.num_pages * blocks) * rows
                 if ids >= INT32_LIMIT:
-                    what = "blocks of scales" if r.name == SCALE else "kernel-facing ids"
+                    what, hint = (
+                        ("blocks of scales", "; larger pages have fewer")
+                        if r.name == SCALE
+                        else ("kernel-facing ids", "")
+                    )
                     raise ValueError(
                         f"sub-pool {s.name!r}: ({s.num_pages} pages * {blocks} blocks + {below} below) * {rows} rows "
-                        f"= {ids} {what}, int32 allows {INT32_LIMIT - 1}; larger pages have fewer"
+                        f"= {ids} {what}, int32 allows {INT32_LIMIT - 1}{hint}"
                     )
             if not s.is_state and s.num_virtual * self.page_size * self.dcp >= INT32_LIMIT:
                 raise ValueError(
