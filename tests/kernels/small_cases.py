@@ -40,8 +40,12 @@ def gqa(implementation: str, kv_dtype: str = "bfloat16", delivery: str = "virtua
 
 
 def gqa_chunk(implementation: str) -> None:
-    case = chunk_case.make_chunk([0, 100, 64], [90, 17, 1], 90, head_dim=128, dtype="bfloat16", window=70)
-    case.check(*case.run(implementation))
+    few = dict(head_dim=128, window=70)
+    # More tiles than multiprocessors: Mosaic deals no tile's positions to several blocks.
+    many = dict(head_dim=64, heads=48, kv_heads=24, sinks=True)
+    for options in (few, many):
+        case = chunk_case.make_chunk([0, 100, 64], [90, 17, 1], 90, dtype="bfloat16", **options)
+        case.check(*case.run(implementation))
 
 
 def mla_chunk(implementation: str) -> None:
@@ -117,14 +121,12 @@ def experts(implementation: str) -> None:
 CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-few": (mla, ("mosaic", "bfloat16", 16)),
     "mla-many": (mla, ("mosaic", "bfloat16", 128)),
-    "mla-late": (
-        mla,
-        ("mosaic", "bfloat16", 128, 64, 11),
-    ),  # a row for every group of blocks: P is handed over late
+    "mla-late": (mla, ("mosaic", "bfloat16", 128, 64, 11)),  # a row for every group of blocks
     "mla-rows-few": (mla, ("mosaic", "bfloat16", 16, 1)),
     "mla-rows-many": (mla, ("mosaic", "bfloat16", 128, 1)),
     "mla-rows-late": (mla, ("mosaic", "bfloat16", 128, 1, 11)),
     "mla-fp8-few": (mla, ("mosaic", "float8_e4m3fn", 16)),
+    "mla-fp8-pairs": (mla, ("mosaic", "float8_e4m3fn", 32)),
     "mla-fp8-many": (mla, ("mosaic", "float8_e4m3fn", 128)),
     "mla-triton": (mla, ("triton", "bfloat16", 16)),
     "gqa": (gqa, ("mosaic",)),

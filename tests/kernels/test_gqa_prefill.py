@@ -322,6 +322,24 @@ def test_short_chunk_after_a_long_prefix(implementation, options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"heads": 16, "head_dim": 64, "sinks": True, "window": 70},
+        {"heads": 24, "head_dim": 128, "sinks": True},
+        {"heads": 8, "head_dim": 256, "logit_cap": 5.0, "page_size": 64},
+    ],
+    ids=str,
+)
+def test_more_tiles_than_multiprocessors(implementation, options):
+    """Where tiles fill the card, Mosaic deals no tile's positions to several blocks: results come from one launch."""
+    case = problem(
+        implementation, [*CACHED, 200, 0, 5, 64, 0, 3], [*NEW, 40, 17, 40, 2, 33, 0], kv_heads=8, **options
+    )
+    case.check(*run(implementation, case))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_rows_past_two_to_the_32_bytes(implementation, delivery):
     """Live pages at the far end of a pool of 6 GiB: no product of ids overflows."""
