@@ -2,9 +2,10 @@
 
 A worker owns one KV head, or several narrow ones, one tile of 64 query rows (the heads that share the KV head, of s_q
 queries, padded) and a share of the batch's KV tiles of 64 positions. It is one warpgroup that loads K and V of a tile by TMA,
-or single rows by cp.async, into two rings, and one that computes: S = Q K^T, softmax, O += P V with P in registers. Up to 128 columns leave room for two
-workers in a thread block: the products of one run beside the softmax of the other. V wider than 256 is shared by two
-computing warpgroups. What lies whole in a share is final; a row cut between workers leaves f32 partials for `mosaic_merge`.
+or single rows by cp.async, into two rings, and one that computes: S = Q K^T, softmax, O += P V with P in registers. Up to 128
+columns leave room for two workers in a thread block: the products of one run beside the softmax of the other. V wider than
+256 is shared by two computing warpgroups. What lies whole in a share is final; a row cut between workers leaves f32 partials
+for `mosaic_merge`.
 Rows of e4m3 have a kernel of their own, `mosaic_fp8`. docs/gqa_decode.md has the numbers behind it.
 """
 
