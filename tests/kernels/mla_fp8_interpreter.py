@@ -68,6 +68,50 @@ def add_values(accumulators, tile_ref, p_ref, first_column, at_once, _):
     return [acc + product[64 * i : 64 * i + 64] for i, acc in enumerate(accumulators)]
 
 
+def convert_queries(first_ref, second_ref, lines, part, q_smem, unit_ref, _):
+    raw = jnp.concatenate([first_ref[...], second_ref[...][:, 2 * 64 :]], axis=1)
+    half = lax.dynamic_slice(raw, (32 * part, 0), (32, 2 * WIDTH)).reshape(32, WIDTH, 2)
+    left = lax.bitcast_convert_type(half, jnp.bfloat16).astype(jnp.float32) * 32
+    left = jnp.where(32 * part + jnp.arange(32)[:, None] < lines, left, 0)
+    for term in range(2):
+        rounded = left.astype(jnp.float8_e4m3fn)
+        q_smem[pl.ds(64 * term + 32 * part, 32), :WIDTH] = lax.bitcast_convert_type(rounded, jnp.uint8)
+        left = left - rounded.astype(jnp.float32)
+    unit_ref[pl.ds(32 * part, 32)] = jnp.full((32,), 1 / 32, jnp.float32)
+    plgpu.commit_smem()  # see `add_values`
+
+
+def row_scores(q_ref, tile_ref, _):
+    return scores_of(tile_ref, q_ref, _).T
+
+
+def exp2(x):
+    return jnp.exp2(x)
+
+
+def add_row_weights(sums, p, factor_ref):
+    return sums + p @ factor_ref[...]
+
+
+def whole_rows(sums):
+    return sums
+
+
+def flag_changes(factors, flags_ref):
+    flags_ref[...] = jnp.full(flags_ref.shape, jnp.any(factors != 1).astype(jnp.int32))
+
+
+def any_flag(flags_ref):
+    return flags_ref[...].max()
+
+
+def add_row_values(accumulators, tile_ref, p_ref, first_column, at_once, _):
+    v = lax.dynamic_slice(values(tile_ref), (0, first_column), (64, 64 * len(accumulators)))
+    plgpu.commit_smem()  # see `add_values`
+    product = v.T @ p_ref[...].astype(jnp.float32).T
+    return [acc + product[64 * i : 64 * i + 64] for i, acc in enumerate(accumulators)]
+
+
 def prefetch_queries(*_):
     pass
 
@@ -106,7 +150,8 @@ def store_vector(ref, vector, first, count):
 
 SUBSTITUTES = (
     load_queries, scores_of, token_scales, any_above, reduce_columns, add_weights, add_values, zero_rows, prefetch_queries,
-    send, receive, store_columns, store_vector,
+    send, receive, store_columns, store_vector, convert_queries, row_scores, exp2, add_row_weights, whole_rows,
+    flag_changes, any_flag, add_row_values,
 )  # fmt: skip
 
 
