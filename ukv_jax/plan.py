@@ -82,8 +82,8 @@ def plan(
     """Plans a pool of total_bytes for the model of a checkpoint directory or a config.json.
 
     dtype: of weights (default: the checkpoint's). kv_dtype: of cached KV rows (default: dtype). short, long: tokens of
-    finished requests; long is cut at the model's own maximum. Raises ValueError for configs that are not implemented, and where the pool, or the static
-    split of it, has no room for one long request.
+    finished requests; long is cut at the model's own maximum. Raises ValueError for configs that are not implemented, and
+    where the pool, or the static split of it, has no room for one long request.
     """
     import jax
 
