@@ -22,6 +22,7 @@ from pallas_kernels import paged_mosaic
 from pallas_kernels.mla_decode.mosaic_fp8_block import Fp8Call
 from pallas_kernels.mla_decode.mosaic_fp8_few import decode_few
 from pallas_kernels.mla_decode.mosaic_fp8_many import decode_many
+from pallas_kernels.mla_decode.mosaic_fp8_pairs import decode_pairs
 from pallas_kernels.read_source import ReadSource
 
 _ROPE = 64  # columns behind V; a row has as many bytes again for its scale and padding
@@ -77,7 +78,8 @@ def mla_decode_mosaic_fp8(
         logit_cap=logit_cap,
         blocks=config.blocks,
     )
-    out, lse = decode_few(call) if columns < 64 else decode_many(call)
+    decode = {16: decode_few, 32: decode_pairs, 64: decode_many}[columns]
+    out, lse = decode(call)
     return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
 
 

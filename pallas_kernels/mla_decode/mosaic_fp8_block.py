@@ -67,6 +67,8 @@ class Fp8Call(Call):
                 plgpu.Barrier(),
                 *scratch_types,
             ],
+            # As in bf16: where a row has few parts, the merge waits for its code.
+            unroll=2 if self.groups // self.rows <= 16 else 8,
         )
 
 

@@ -1,4 +1,4 @@
-"""The fp8 MLA decode kernel for up to 32 query columns: each of two warpgroups takes whole tiles in turn.
+"""The fp8 MLA decode kernel for up to 16 query columns: each of two warpgroups takes whole tiles in turn.
 
 Few columns leave room for all of O^T [v_width, columns] in the registers of one warpgroup. So a consumer goes through a tile
 alone, from scores to P V, with no hand-over: while one is in its softmax, the other has the tensor cores. Each has a peak
@@ -31,7 +31,7 @@ _FIRST, _CONSUMERS = 1, 2
 
 
 def decode_few(call: Fp8Call):
-    """(out, lse) of ``rows * queries`` lines. `call.columns` is 16 or 32."""
+    """(out, lse) of ``rows * queries`` lines. `call.columns` is 16."""
     columns = call.columns
     room = SMEM_BYTES - 2 * columns * call.row_bytes - _CONSUMERS * 2 * TILE * columns
     slots = 4 if room >= 4 * call.tile_bytes else 2  # even: a slot is always read by the same consumer
@@ -75,11 +75,8 @@ def _kernel(block: Fp8Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem,
             pl.when(first)(lambda: block.record(share, b, start, stop, tiles))
             meet()  # the other has read what it was sent: the place of q is free
 
-            @pl.when(first)
-            def queries():
-                load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, BYTES)
-                plgpu.commit_smem()
-
+            load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, BYTES, me, _CONSUMERS)
+            plgpu.commit_smem()
             meet()
             # Tiles go to the consumers in turn, in the order of loading.
             skip = lax.rem(n + me, 2)

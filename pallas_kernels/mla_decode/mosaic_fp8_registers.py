@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray, optimization_barrier
 from jax.experimental.mosaic.gpu.mma_utils import encode_descriptor
-from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator, wgmma_m64
+from jax.experimental.mosaic.gpu.wgmma import WGMMAAccumulator
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, scf, vector
@@ -35,7 +35,7 @@ def scores_of(tile_ref, q_ref, transforms):
     """S^T = K Q^T, f32 [64, columns]; q_ref as `load_queries` leaves it.
 
     Tensor cores keep 14 bits of a sum of e4m3 products, and cut. So the second terms have sums of their own, where they
-    would be cut for the size of the first, and the first terms have one for each part of the columns.
+    would be cut for the size of the first, and the first terms have one for each 128 columns.
     """
     columns = q_ref.shape[0] // 2
     beside = columns < 64  # both terms in one product: few columns would wait for K to be read twice
@@ -48,40 +48,46 @@ def scores_of(tile_ref, q_ref, transforms):
         n = 2 * columns if beside else columns
         k, queries = _operand(tile), _operand(q)
         chunks = 2 * _boxes_of_row(tile) - 1  # of 64 columns; the last 64 bytes of a row are none
-        e4m3 = ir.Float8E4M3FNType.get()
 
-        def issue(acc, q_descriptor, first, stop):
-            registers = acc.registers
+        layout = WGMMAAccumulator.zero(64, n)._value.layout
+
+        def issue(registers, q_descriptor, first, stop):
+            """Starts a sum over chunks in `registers`, which hold 0, or anything if terms are beside each other."""
             for chunk in range(first, stop):
-                at = chunk // 2 * _BOX + chunk % 2 * (_LINE // 2)
-                registers = wgmma_m64(
-                    registers, _ahead(k, at), _ahead(q_descriptor, at), n=n, swizzle=64, a_transpose=False,
-                    b_transpose=False, a_k_stride=32, b_k_stride=32, a_element_type=e4m3, b_element_type=e4m3,
-                )  # fmt: skip
+                for half in range(2):
+                    at = chunk // 2 * _BOX + chunk % 2 * (_LINE // 2) + half * 32
+                    fresh = beside and chunk == first and half == 0
+                    registers = _multiply_e4m3(registers, _ahead(k, at), _ahead(q_descriptor, at), n, fresh)
             nvvm.wgmma_commit_group_sync_aligned()
-            return FragmentedArray(_registers=registers, _layout=acc.layout, _is_signed=None)
+            return registers
 
-        zero = lambda: WGMMAAccumulator.zero(64, n)._value
-
-        def finished(part, pending):
+        def finished(registers, pending):
+            """(what a sum came to, its registers), when no more than `pending` later ones are in flight."""
             nvvm.wgmma_wait_group_sync_aligned(pending)
-            part = optimization_barrier(part)
-            return part[:, :columns] + part[:, columns:] if beside else part
-
-        sums = 2 if beside else -(-chunks // 2)  # few columns: registers; many: a sum for each 128 columns
-        parts = [(queries, i * chunks // sums, (i + 1) * chunks // sums) for i in range(sums)]
-        if beside:
-            zeros = [zero() for _ in parts]  # all before the first product, or it is waited for
-            issued = [issue(acc, *part) for acc, part in zip(zeros, parts, strict=True)]
-            total = finished(issued[0], sums - 1)
-            for i, part in enumerate(issued[1:], 2):
-                total += finished(part, sums - i)
-        else:  # registers for one at a time
-            total = finished(
-                issue(zero(), _ahead(queries, columns // 8 * _boxes_of_row(q) * _BOX), 0, chunks), 0
+            part = optimization_barrier(
+                FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
             )
-            for part in parts:
-                total += finished(issue(zero(), *part), 0)
+            return part[:, :columns] + part[:, columns:] if beside else part, part.registers
+
+        free = lambda: WGMMAAccumulator.zero(64, n)._value.registers
+        parts = [(queries, first, min(first + 2, chunks)) for first in range(0, chunks, 2)]
+        in_flight = 2 if beside else 1  # one runs while the other is added up; many columns: no registers
+        if not beside:  # the second terms
+            parts.insert(0, (_ahead(queries, columns // 8 * _boxes_of_row(q) * _BOX), 0, chunks))
+        places = [free() for _ in range(in_flight)]
+        running = [issue(place, *part) for place, part in zip(places, parts, strict=False)]
+        total = None
+        for part in [*parts[in_flight:], *[None] * in_flight]:
+            done, registers = finished(running.pop(0), len(running))
+            total = done if total is None else total + done
+            if part is None:
+                continue
+            if not beside:
+                registers = free()
+            else:  # zeros for a sum that starts beside another would wait for it
+                total = optimization_barrier(total)
+                nvvm.wgmma_fence_aligned()
+            running.append(issue(registers, *part))
         return total.to_layout(_WGMMA.to_mgpu())
 
     return multiply(tile_ref, q_ref)
@@ -354,68 +360,82 @@ def v_fragments(words, blocks: int, first: int = 0, count: int | None = None):
     return list(convert(words))
 
 
-def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms) -> None:
+def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms, part=0, parts: int = 1) -> None:
     """Queries as two e4m3 terms in shared memory, each times a power of two; the inverse of that goes to `unit_ref`.
 
     q_ref bf16 [n, width] in GMEM, of which `lines` lines are taken from `first_line` on; q_smem bytes [2 * columns,
     width + 64], the first terms and then what they leave, with zeros in lines past those; unit_ref f32 [columns]. The
     power takes a line's largest element to [2**7, 2**8). The sum of both terms is exact but for what is below 2**-17 of
-    that element. Follow with `plgpu.commit_smem`.
+    that element. Each of `parts` warpgroups calls it with its `part`. Follow with `plgpu.commit_smem`.
     """
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), _SCALAR, _SCALAR, plgpu.RefType(transforms), plgpu.RefType()),
+        arg_types=(plgpu.RefType(), *[_SCALAR] * 3, plgpu.RefType(transforms), plgpu.RefType()),
         return_type=None,
     )
-    def load(_, q, first_line, lines, target, units):
-        first_line, lines = first_line.registers.item(), lines.registers.item()
+    def load(_, q, first_line, lines, part, target, units):
+        first_line, lines, part = (x.registers.item() for x in (first_line, lines, part))
         i64 = ir.IntegerType.get_signless(64)
         groups, boxes, _, _ = ir.MemRefType(target.type).shape  # [2 * columns / 8, boxes, 8, 128]
-        chunks, groups = 2 * boxes - 1, groups // 2
+        chunks, columns = 2 * boxes - 1, 4 * groups
         width = 64 * chunks
+        at_once = min(32, columns) // parts  # lines, each of `threads` that take 16 elements in turn
+        threads = utils.WARPGROUP_SIZE // at_once
+        wide = threads // 4  # chunks of 64 columns that they take at once
+        turns = -(-chunks // wide)
         thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
-        quad = _and(thread, 3)
-        for first in range(0, 8 * groups, 32):  # a quad a line
-            line = _add(_shr(thread, 2), _const(first))
+        place_in_line = _and(thread, threads - 1)
+        quad, first_chunk = _and(place_in_line, 3), _shr(place_in_line, 2)
+        for first in range(0, columns, at_once * parts):
+            line = _add(_shr(thread, threads.bit_length() - 1), _add(_mul(part, at_once), _const(first)))
             inside = arith.cmpi(arith.CmpIPredicate.slt, line, lines)
-            at = arith.muli(
+            start = arith.muli(
                 arith.extsi(i64, _add(first_line, arith.select(inside, line, _const(0)))),
                 arith.constant(i64, ir.IntegerAttr.get(i64, 2 * width)),
             )
-            at = arith.addi(at, arith.extsi(i64, _shl(quad, 5)))
-            at = arith.addi(at, llvm.ptrtoint(i64, utils.memref_ptr(q)))
-            pieces = [_load_global(at, 128 * c + half) for c in range(chunks) for half in (0, 16)]
-            words = [arith.select(inside, w, _const(0)) for piece in pieces for w in piece]
+            start = arith.addi(start, llvm.ptrtoint(i64, utils.memref_ptr(q)))
+            words = []
+            for turn in range(turns):
+                chunk = _add(first_chunk, _const(turn * wide))
+                exists = arith.cmpi(arith.CmpIPredicate.slt, chunk, _const(chunks))
+                offset = arith.select(exists, _add(_shl(chunk, 7), _shl(quad, 5)), _const(0))
+                at = arith.addi(start, arith.extsi(i64, offset))
+                wanted = arith.andi(inside, exists)
+                for half in (0, 16):
+                    words += [arith.select(wanted, w, _const(0)) for w in _load_global(at, half)]
             peak = _const(0)
             for word in words:
                 peak = _larger_sizes(peak, word)
             peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # non-negative floats compare as integers
-            for distance in (1, 2):
+            distance = 1
+            while distance < threads:
                 peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
+                distance *= 2
             up = arith.minui(arith.subi(_const(261), _shr(peak, 23)), _const(253))
             power = _shl(up, 23)
             unit = _shl(arith.subi(_const(254), up), 23)
-            present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(8 * groups))
+            present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(columns))
             phase = _and(line, 7)
             to = _add(_shared(target), _add(_mul(_shr(line, 3), boxes * _BOX), _mul(phase, _LINE)))
 
-            # Read again, now from L1: straight code for all words is a thousand instructions that run once, and slowly.
-            def store(c):  # 16 bytes of a line of each term
-                here = arith.addi(at, arith.extsi(i64, _shl(c, 7)))
-                words = [w for half in (0, 16) for w in _load_global(here, half)]
-                words = [arith.select(inside, w, _const(0)) for w in words]
+            # Straight code for all words would be a thousand instructions that run once, and slowly. So each turn takes the
+            # first words and leaves the others in their place; to read them again would wait for L2 every time.
+            def store(turn, words):  # 16 bytes of a line of each term
+                chunk = _add(first_chunk, _mul(turn, wide))
+                here = arith.andi(present, arith.cmpi(arith.CmpIPredicate.slt, chunk, _const(chunks)))
                 pairs = [_two_terms(words[i], words[i + 1], power) for i in range(0, 8, 2)]
-                side = _xor(_or(quad, _shl(_and(c, 1), 2)), phase)
-                place = _add(_add(to, _shl(side, 4)), _mul(_shr(c, 1), _BOX))
+                side = _xor(_or(quad, _shl(_and(chunk, 1), 2)), phase)
+                place = _add(_add(to, _shl(side, 4)), _mul(_shr(chunk, 1), _BOX))
                 for term in range(2):
-                    at_term = term * groups * boxes * _BOX
-                    _store_shared_4(place, at_term, [pair[term] for pair in pairs], present)
+                    at_term = term * groups // 2 * boxes * _BOX
+                    _store_shared_4(place, at_term, [pair[term] for pair in pairs], here)
+                return [*words[8:], *words[:8]]
 
-            _repeat(chunks, store)
-            first_of_quad = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, quad, _const(0)))
-            _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, first_of_quad)
+            _repeat(turns, store, words)
+            leads = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, place_in_line, _const(0)))
+            _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, leads)
 
-    load(q_ref, jnp.int32(first_line), jnp.int32(lines), q_smem, unit_ref)
+    load(q_ref, jnp.int32(first_line), jnp.int32(lines), jnp.int32(part), q_smem, unit_ref)
 
 
 def prefetch_queries(q_ref, first_line, lines, most: int) -> None:
@@ -493,23 +513,40 @@ def store_columns(
         mine = _add(column, _add(_mul(warp, 16 * of), _add(_mul(g, 2 * of), _const(2 * first))))
         base = utils.memref_ptr(ref)
         places = [_by_place(acc) for acc in accs]
+
+        def put(line, column, values):
+            vec = llvm.mlir_undef(ir.VectorType.get((len(values),), ir.F32Type.get()))
+            for i, value in enumerate(values):
+                vec = llvm.insertelement(vec, value, _const(i))
+            if element != ir.F32Type.get():
+                vec = arith.truncf(ir.VectorType.get((len(values),), element), vec)
+            with utils.when(arith.cmpi(arith.CmpIPredicate.slt, line, lines)):
+                at = arith.muli(
+                    arith.extsi(i64, _add(first_line, line)),
+                    arith.constant(i64, ir.IntegerAttr.get(i64, stride)),
+                )
+                at = arith.addi(at, arith.extsi(i64, column))
+                pointer = utils.getelementptr(base, [at], element)
+                llvm.store(vec, pointer, alignment=min(16, len(values) * utils.bytewidth(element)))
+
+        odd = arith.cmpi(arith.CmpIPredicate.ne, _and(q, 1), _const(0))
         for n in range(0, accs[0].shape[1], 8):
             for c in range(2):
-                line = _add(_shl(q, 1), _const(n + c))
                 values = [_element(place[8 * h, n], c) for place in places for h in range(2)]
-                vec = llvm.mlir_undef(ir.VectorType.get((len(values),), ir.F32Type.get()))
-                for i, value in enumerate(values):
-                    vec = llvm.insertelement(vec, value, _const(i))
-                if element != ir.F32Type.get():
-                    vec = arith.truncf(ir.VectorType.get((len(values),), element), vec)
-                with utils.when(arith.cmpi(arith.CmpIPredicate.slt, line, lines)):
-                    at = arith.muli(
-                        arith.extsi(i64, _add(first_line, line)),
-                        arith.constant(i64, ir.IntegerAttr.get(i64, stride)),
-                    )
-                    at = arith.addi(at, arith.extsi(i64, mine))
-                    pointer = utils.getelementptr(base, [at], element)
-                    llvm.store(vec, pointer, alignment=min(16, len(values) * utils.bytewidth(element)))
+                if len(values) * utils.bytewidth(element) <= 16:
+                    put(_add(_shl(q, 1), _const(n + c)), mine, values)
+                    continue
+                # A store has 16 bytes a thread: two threads write whole sectors of one line, then of the other's.
+                low, high = values[:4], values[4:]
+                sent = [utils.shfl_bfly(arith.select(odd, x, y), 1) for x, y in zip(low, high, strict=True)]
+                line = _add(_shl(_and(q, 2), 1), _const(n + c))
+                column = _add(mine, arith.select(odd, _const(4), _const(0)))
+                put(line, column, [arith.select(odd, x, y) for x, y in zip(sent, low, strict=True)])
+                put(
+                    _add(line, _const(2)),
+                    column,
+                    [arith.select(odd, x, y) for x, y in zip(high, sent, strict=True)],
+                )
 
     store(ref, *blocks, jnp.int32(first_line), jnp.int32(lines), jnp.int32(column))
 
@@ -532,6 +569,28 @@ def store_vector(ref, values, first, count) -> None:
                         llvm.store(_element(register, c), utils.getelementptr(base, [at], values.mlir_dtype))
 
     store(ref, values, jnp.int32(first), jnp.int32(count))
+
+
+def _multiply_e4m3(accumulator: np.ndarray, a: ir.Value, b: ir.Value, n: int, fresh: bool) -> np.ndarray:
+    """One WGMMA of [64, 32] by [32, n] bytes, by their descriptors, on an array of registers; `fresh` forgets what they held."""
+    f32 = ir.F32Type.get()
+    one = ir.VectorType.get((1,), f32)
+    values = [_element(register, 0) for register in accumulator.flat]
+    count = len(values)
+    names = ", ".join(f"${i}" for i in range(count))
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([f32] * count),
+        [*values, a, b],
+        f"wgmma.mma_async.sync.aligned.m64n{n}k32.f32.e4m3.e4m3 {{{names}}}, ${2 * count}, ${2 * count + 1},"
+        f" {int(not fresh)}, 1, 1;",
+        ",".join(["=f"] * count + [str(i) for i in range(count)] + ["l", "l"]),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    registers = np.empty(accumulator.shape, dtype=object)
+    for i, index in enumerate(np.ndindex(registers.shape)):
+        registers[index] = vector.broadcast(one, llvm.extractvalue(f32, result, [i]))
+    return registers
 
 
 def _lane_and_warp() -> tuple[ir.Value, ir.Value]:
@@ -693,12 +752,13 @@ def _element(register: ir.Value, e: int) -> ir.Value:
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
 
 
-def _repeat(trips: int, body) -> None:  # type: ignore[no-untyped-def]
-    """Emits ``for i in range(trips): body(i)`` with int32 i, which the compiler does not unroll."""
-    loop = scf.ForOp(_const(0), _const(trips), _const(1), [])
+def _repeat(trips: int, body, carry=None) -> None:  # type: ignore[no-untyped-def]
+    """Emits ``for i in range(trips): carry = body(i, carry)`` with int32 i, which the compiler does not unroll; without a list
+    to carry, body(i)."""
+    loop = scf.ForOp(_const(0), _const(trips), _const(1), carry or [])
     with ir.InsertionPoint(loop.body):
-        body(loop.induction_variable)
-        scf.yield_([])
+        i = loop.induction_variable
+        scf.yield_(body(i, list(loop.inner_iter_args)) if carry else body(i) or [])
 
 
 def _shared(ref: ir.Value) -> ir.Value:

@@ -13,7 +13,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_fp8, mosaic_fp8_block, mosaic_fp8_few, mosaic_fp8_many
+from pallas_kernels.mla_decode import (
+    mosaic_fp8,
+    mosaic_fp8_block,
+    mosaic_fp8_few,
+    mosaic_fp8_many,
+    mosaic_fp8_pairs,
+)
 from tests.kernels import mla_interpreter
 from tests.kernels.mla_case import make_case
 
@@ -24,16 +30,19 @@ def values(tile_ref):
     return lax.bitcast_convert_type(tile_ref[...], jnp.float8_e4m3fn).astype(jnp.float32)
 
 
-def load_queries(q_ref, first_line, lines, q_smem, unit_ref, _):
+def load_queries(q_ref, first_line, lines, q_smem, unit_ref, _, part=0, parts=1):
     columns = q_smem.shape[0] // 2
-    for i in range(columns):
+    mine = columns // parts
+
+    @pl.loop(part * mine, (part + 1) * mine)
+    def load(i):
         line = q_ref[first_line + jnp.minimum(i, lines - 1)]
         left = jnp.where(i < lines, line.astype(jnp.float32) * 32, 0)
         for term in range(2):
             rounded = left.astype(jnp.float8_e4m3fn)
             q_smem[term * columns + i, :WIDTH] = lax.bitcast_convert_type(rounded, jnp.uint8)
             left = left - rounded.astype(jnp.float32)
-    unit_ref[...] = jnp.full(unit_ref.shape, 1 / 32, jnp.float32)
+        unit_ref[i] = jnp.float32(1 / 32)
 
 
 def scores_of(tile_ref, q_ref, _):
@@ -157,14 +166,15 @@ SUBSTITUTES = (
 
 def main() -> None:
     """Rows cut between three blocks, windows, an empty row, drafts, ids translated in the kernel; rings used again."""
-    for module in (mosaic_fp8_block, mosaic_fp8_few, mosaic_fp8_many):
+    for module in (mosaic_fp8_block, mosaic_fp8_few, mosaic_fp8_pairs, mosaic_fp8_many):
         mla_interpreter.substitute(module, None)
         for function in SUBSTITUTES:
             if hasattr(module, function.__name__):
                 setattr(module, function.__name__, function)
-    few = dict(heads=9, s_q=3, page_size=32)
+    few = dict(heads=5, s_q=3, page_size=32)
+    pairs = dict(heads=9, s_q=3, page_size=32)
     many = dict(heads=48, page_size=64)
-    for shape in (few, many):
+    for shape in (few, pairs, many):
         case = make_case(
             [77, 0, 130, 64, 700],
             kv_start=[3, 0, 65, 0, 129],

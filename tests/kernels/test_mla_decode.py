@@ -47,25 +47,18 @@ def run(implementation: str, case: Case, delivery: str = "table", **kwargs):
         pytest.skip(f"{implementation} declines: {reason}")
 
 
-def check(case: Case, implementation: str, out, lse) -> None:
-    """Hopper's tensor cores add products of e4m3 in about 14 bits: with the two sums a score that there is room for up to 32
-    query lines, lse was off by up to 6.6e-4 of its size on an H200."""
-    two_sums = case.options["kv_dtype"] == jnp.float8_e4m3fn and case.q.shape[1] * case.q.shape[2] <= 32
-    case.check(out, lse, lse_rtol=1e-3 if two_sums and implementation == "mosaic" else 0.0)
-
-
 @every_kernel
 @pytest.mark.parametrize("heads", [1, 3, 9, 16, 31, 63, 64, 126, 128])
 def test_head_counts(implementation, kv_dtype, heads):
     case = make_case(EDGES, heads=heads, kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @every_kernel
 @pytest.mark.parametrize("page_size", [2, 16, 32])
 def test_page_sizes(implementation, kv_dtype, page_size):
     case = make_case(EDGES, heads=8, page_size=page_size, kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @every_kernel
@@ -89,7 +82,7 @@ def test_deliveries_agree_to_the_bit(implementation, kv_dtype, page_size, s_q):
     if not results:
         pytest.skip(f"{implementation} serves none of the deliveries")
     first, *others = results.values()
-    check(case, implementation, *first)
+    case.check(*first)
     for other in others:
         np.testing.assert_array_equal(other[0], first[0])
         np.testing.assert_array_equal(other[1], first[1])
@@ -100,17 +93,17 @@ def test_deliveries_agree_to_the_bit(implementation, kv_dtype, page_size, s_q):
 def test_queries_are_causal(implementation, kv_dtype, s_q):
     """Lengths below s_q too: the first queries then sit before the first token and see nothing."""
     case = make_case([0, 1, 2, 5, 8, 64, 67, 129], heads=4, s_q=s_q, kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @gpu
 @every_kernel
-@pytest.mark.parametrize("heads, s_q", [(9, 7), (31, 8), (63, 3), (126, 5), (128, 8)])
+@pytest.mark.parametrize("heads, s_q", [(9, 7), (63, 3), (128, 8)])
 def test_drafts_of_many_heads(implementation, kv_dtype, heads, s_q):
     """Query lines that fill several tiles, the last one partly; deliveries give the same bits."""
     case = make_case([0, 2, 8, 64, 67, 200], heads=heads, s_q=s_q, kv_dtype=kv_dtype)
     results = run(implementation, case)
-    check(case, implementation, *results)
+    case.check(*results)
     for a, b in zip(results, run(implementation, case, "virtual"), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -122,7 +115,7 @@ def test_padded_chunk(implementation, kv_dtype):
     kv_end = np.array([8, 70, 1, 0, 200])
     case = make_case(kv_end, heads=4, s_q=8, q_start=kv_end - new, kv_dtype=kv_dtype)
     out, lse = run(implementation, case)
-    check(case, implementation, out, lse)
+    case.check(out, lse)
     assert np.isfinite(out).all()
 
 
@@ -130,14 +123,14 @@ def test_padded_chunk(implementation, kv_dtype):
 @pytest.mark.parametrize("cap", [5.0, 50.0])
 def test_logit_cap(implementation, kv_dtype, cap):
     case = make_case(EDGES, heads=8, logit_cap=cap, kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @every_implementation
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_float32(implementation, delivery):
     case = make_case(EDGES, heads=3, dtype="float32", page_size=16)
-    check(case, implementation, *run(implementation, case, delivery))
+    case.check(*run(implementation, case, delivery))
 
 
 @every_implementation
@@ -145,7 +138,7 @@ def test_float32(implementation, delivery):
 def test_float32_queries_over_bfloat16_rows_and_the_reverse(implementation, dtype):
     other = {"float32": "bfloat16", "bfloat16": "float32"}[dtype]
     case = make_case([70, 5], heads=3, dtype=dtype, kv_dtype=other)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @pytest.mark.parametrize("delivery", DELIVERIES)
@@ -158,7 +151,7 @@ def test_reference_reads_float8_rows(delivery):
 def test_float8_scales_of_any_size(implementation):
     """Scales from 1e-6 to 10 side by side in a row; values stay of order 1."""
     case = make_case([200, 64, 300], heads=8, kv_dtype="float8_e4m3fn", log10_scales=(-6, 1))
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @every_kernel
@@ -193,7 +186,7 @@ def test_small_models(implementation, kv_dtype, widths):
         page_size=16,
         kv_dtype=kv_dtype,
     )
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @every_kernel
@@ -222,7 +215,7 @@ def test_bad_ids_read_the_padding_page(implementation, kv_dtype, delivery):
     except NotImplementedError as reason:
         assert not must_serve(implementation, case, delivery)
         pytest.skip(f"{implementation} declines: {reason}")
-    check(case, implementation, out, lse)
+    case.check(out, lse)
 
 
 @every_implementation
@@ -271,14 +264,14 @@ def test_small_batch_after_a_large_one(implementation, kv_dtype, delivery):
         )
         q, pool = jnp.asarray(part.q), jnp.asarray(part.pool)
         out, lse = program(q, pool, part.source(delivery), jnp.int32(1))
-        check(part, implementation, np.asarray(out, np.float64), np.asarray(lse, np.float64))
+        part.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
     assert program._cache_size() == 1
 
 
 @every_kernel
 def test_long_context(implementation, kv_dtype):
     case = make_case([5000, 17, 2048], heads=2, kv_start=[0, 0, 1900], kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @gpu
@@ -286,14 +279,14 @@ def test_long_context(implementation, kv_dtype):
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_very_long_context(implementation, kv_dtype, delivery):
     case = make_case([100_000, 1, 99_999], heads=16, blocks_per_page=1, block_offset=0, kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case, delivery))
+    case.check(*run(implementation, case, delivery))
 
 
 @gpu
 @every_kernel
 def test_large_batch(implementation, kv_dtype):
     case = make_case(np.random.default_rng(0).integers(0, 400, 512), heads=32, kv_dtype=kv_dtype)
-    check(case, implementation, *run(implementation, case))
+    case.check(*run(implementation, case))
 
 
 @gpu
@@ -314,7 +307,7 @@ def test_rows_past_two_to_the_32_bytes(implementation, kv_dtype, delivery):
     except NotImplementedError as reason:
         assert not must_serve(implementation, case, delivery)
         pytest.skip(f"{implementation} declines: {reason}")
-    check(case, implementation, out, lse)
+    case.check(out, lse)
 
 
 # Merging of partial results.

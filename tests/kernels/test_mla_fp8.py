@@ -122,6 +122,10 @@ def warpgroup(monkeypatch):
         )
         return value[:, 0] >> 16 | value[:, 1]
 
+    def repeat(trips, body, carry):
+        for i in range(trips):
+            carry = body(number(i), carry)
+
     compare = {"slt": np.less, "eq": np.equal}
     scalar = lambda value: SimpleNamespace(registers=SimpleNamespace(item=lambda: number(value)))
     replaced = dict(
@@ -149,7 +153,7 @@ def warpgroup(monkeypatch):
         _words_array=lambda words: words, _words_of=lambda words: words, _f16_array=lambda words, _: words,
         _words_type=lambda _: None,
         _shared=lambda ref: Address(ref.memory, number(0)), _load_shared=load_shared, _store_shared=store_shared,
-        _repeat=lambda trips, body: [body(number(i)) for i in range(trips)], _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_4,
+        _repeat=repeat, _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_4,
         _const=number, _add=add, _mul=lambda a, b: a * b, _and=lambda a, b: a & b & 0xFFFFFFFF, _or=np.bitwise_or,
         _xor=np.bitwise_xor, _shl=lambda a, b: wrap(a << b), _shr=lambda a, b: wrap(a) >> b,
     )  # fmt: skip
@@ -200,15 +204,18 @@ def test_fragments_of_v(warpgroup, boxes, blocks, side):
     assert blocks == 2 or all(free for _, free in warpgroup)
 
 
-@pytest.mark.parametrize("columns, lines", [(16, 9), (32, 32), (64, 40)])
-def test_queries_reach_shared_memory_as_two_terms(warpgroup, columns, lines):
+@pytest.mark.parametrize(
+    "columns, lines, parts", [(16, 9, 1), (16, 16, 2), (32, 32, 1), (32, 27, 2), (64, 40, 1)]
+)
+def test_queries_reach_shared_memory_as_two_terms(warpgroup, columns, lines, parts):
     rng = np.random.default_rng(1)
     q = (rng.normal(size=(lines + 7, 576)) * 2.0 ** rng.integers(-40, 40, (lines + 7, 1))).astype(
         ml_dtypes.bfloat16
     )
     GLOBAL.data = q.view(np.uint8).reshape(-1)
     target, units = Shared(2 * columns, 5), SimpleNamespace(memory=np.zeros(4 * columns, np.uint8))
-    registers.load_queries(GLOBAL, 5, lines, target, units, None)
+    for part in range(parts):
+        registers.load_queries(GLOBAL, 5, lines, target, units, None, part, parts)
     terms = target.read().view(E4M3)[:, :576].astype(np.float64).reshape(2, columns, 576)
     unit = units.memory.view(np.float32).astype(np.float64)
     want = q[5 : 5 + lines].astype(np.float64)
@@ -258,7 +265,7 @@ def test_fits_the_gpu(rows, heads, options):
 
 @pytest.mark.deviceless
 @requires_plugin
-@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("heads", [16, 32, 64])
 def test_products_run_side_by_side(heads, ptxas_reports):
     """For want of registers ptxas waits after each WGMMA."""
     compiled(64, heads)
