@@ -61,10 +61,11 @@ def mla_decode(
 
     Returns:
       out in q.dtype, and lse f32: the natural log of the sum of exp(score) over visible positions. A query that sees
-      nothing gets out 0 and lse +inf. Over e4m3 rows "mosaic" gives lse to 3e-3, and with up to 32 query lines to
-      3e-3 + 1e-3 * |lse|: Hopper adds products of e4m3 in about 14 bits. Results do not depend on bytes that no query of the row can see, NaN included,
-      nor on ids beyond a row's range; with one implementation the three kinds of source give bit-identical results
-      for the same rows. An entry that is negative or past the pool reads the padding page.
+      nothing gets out 0 and lse +inf. With bf16 queries lse may be off by 2**-8: "mosaic" gives that of weights
+      rounded to bf16, and over e4m3 rows Hopper adds products in about 14 bits. Results do not depend on bytes that no
+      query of the row can see, NaN included, nor on ids beyond a row's range; with one implementation the three kinds
+      of source give bit-identical results for the same rows. An entry that is negative or past the pool reads the
+      padding page.
 
     Raises:
       ValueError: shapes, dtypes or sizes that do not fit each other, or an unknown implementation. TypeError: a source
