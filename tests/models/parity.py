@@ -39,9 +39,15 @@ def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:
     }
 
 
-def exact_on_pools(*values: str) -> Any:
-    """Parameters of a test, the last the name of a cache: what runs on a pool is to be compared bit by bit."""
-    return pytest.param(*values, marks=() if values[-1] == "dense" else pytest.mark.exact)
+def exact_on_pools(*values: str, slow: bool = False) -> Any:
+    """Parameters of a test, the last the name of a cache: what runs on a pool is to be compared bit by bit.
+
+    `slow`: streams and virtual ids are among the slow tests.
+    """
+    marks = [] if values[-1] == "dense" else [pytest.mark.exact]
+    if slow and values[-1] in ("unified-stream", "unified-virtual"):
+        marks.append(pytest.mark.slow)
+    return pytest.param(*values, marks=marks)
 
 
 @dataclass(frozen=True)

@@ -38,13 +38,14 @@ def test_the_data_spans_pages_windows_and_biases_and_has_no_ties():
     assert golden["margin"] > 1e-4 * np.abs(golden["greedy_logits"]).max()
 
 
-@pytest.mark.parametrize("kind", [parity.exact_on_pools(kind) for kind in CACHES])
+@pytest.mark.parametrize("kind", [parity.exact_on_pools(kind, slow=True) for kind in CACHES])
 def test_logits_layers_and_tokens(kind):
     parity.check_run(run(kind), parity.load_golden("inkling"))
 
 
-@pytest.mark.exact
-@pytest.mark.parametrize("kind", [k for k in CACHES if k.startswith("unified")])
+@pytest.mark.parametrize(
+    "kind", [parity.exact_on_pools(kind, slow=True) for kind in CACHES if kind.startswith("unified")]
+)
 def test_unified_pools_equal_the_static_one_bit_for_bit(kind):
     parity.check_same_bits(run(kind), run("static-table"))
 
