@@ -23,7 +23,7 @@ DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAI
 # A worker of the GPU tests compiles on one core; a dozen share a card.
 GPU_WORKERS := 12
 
-# What also runs on the newest jax: the index operations and attention over the pool, and what names their rows. Not the
+# What also runs on the newest jax (and, compiled alone, MLA decode through jax-triton 0.4): the index operations and attention over the pool, and what names their rows. Not the
 # same program again over random batches, other head counts and other drafts: `make test` asks for these.
 ON_NEWEST := tests/kernels/test_gather_translate.py tests/kernels/test_mla_decode.py tests/test_translator.py \
 	tests/pool/test_worked_numbers.py -k "not (RandomBatches or head_counts or many_heads or queries_are_causal)"
@@ -72,6 +72,7 @@ types: venv
 wheels: venv
 	@tools/bootstrap.sh .cache/plugins plugins
 	@tools/bootstrap.sh .cache/newest newest
+	@tools/bootstrap.sh .cache/triton-next triton-next
 
 deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins
@@ -94,3 +95,7 @@ newest: venv
 	@tools/bootstrap.sh .cache/newest newest
 	PYTHONPATH=.cache/newest $(PYTHON_BIN) -c "import jax; print('jax', jax.__version__)"
 	$(FAST_COMPILE) PYTHONPATH=.cache/newest $(PYTEST) -m "not gpu and not slow and not deviceless" $(ON_NEWEST)
+	@tools/bootstrap.sh .cache/plugins plugins
+	@tools/bootstrap.sh .cache/triton-next triton-next
+	$(DEVICELESS) PYTHONPATH=.cache/triton-next:.cache/plugins $(PYTEST_SINGLY) -m deviceless tests/kernels/test_mla_triton.py \
+		-k "h200-32 or rtx4090 or a100 or no_copy"

@@ -6,6 +6,7 @@
 #   tools/bootstrap.sh DIR newest    the newest jax, unpacked into DIR for PYTHONPATH, to go before the one of .venv
 #   tools/bootstrap.sh DIR plugins   the CUDA plugin wheels (no CUDA libraries) and jax-triton, unpacked into DIR for
 #                                    PYTHONPATH: enough to compile for a GPU on a machine without one. Needs .venv.
+#   tools/bootstrap.sh DIR triton-next  jax-triton 0.4 and its Triton, to go before the plugins
 #
 # A stamp in DIR remembers what was asked for: a second call returns at once until pyproject.toml, constraints.txt or
 # this file change.
@@ -56,6 +57,8 @@ overlay() {
 case $kind in
     newest) overlay jax jaxlib ml_dtypes ;;
     plugins) overlay --constraint constraints.txt jax-cuda13-plugin jax-cuda13-pjrt jax-triton triton absl-py ;;
+    # Later Tritons write PTX 9.4, which the assembler of CUDA 13.0 refuses.
+    triton-next) overlay jax-triton==0.4.1 triton==3.7.0 ;;
 esac
 
 python=$dir/bin/python
