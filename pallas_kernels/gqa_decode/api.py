@@ -154,6 +154,8 @@ def _check(  # type: ignore[no-untyped-def]
         raise ValueError(f"fp8 rows need scales and others have none, got kv_dtype {kv_dtype.name}, {scales}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, got {window}")
+    if window is not None and window >= 2**31:
+        raise ValueError(f"window must fit int32, got {window}")
     if logit_cap is not None and not logit_cap > 0:
         raise ValueError(f"logit_cap must be positive, got {logit_cap}")
     if sinks is not None and sinks.shape != (heads,):

@@ -521,7 +521,10 @@ class _Plan:
         rings = 4 * stages * keys * head_dim
         queries = config.queries or (2 if rings + 2 * one <= _SMEM_BYTES else 1)
         if rings + queries * one > _SMEM_BYTES:
-            raise NotImplementedError(f"no room for {sharing} heads of {head_dim} that share a KV head")
+            raise NotImplementedError(
+                f"{sharing} heads of {head_dim} that share a KV head need {rings + queries * one} bytes of shared memory, there are "
+                f"{_SMEM_BYTES}"
+            )
         if warpgroups == 3:
             registers = (32, 160)
         else:

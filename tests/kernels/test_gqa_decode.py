@@ -406,6 +406,7 @@ def arguments(**changes):
         ({"kv_dtype": "float8_e4m3fn"}, "fp8 rows need scales"),
         ({"scales": KVScales(0, 1, 16)}, "bfloat16"),
         ({"window": 0}, "window must be at least 1, got 0"),
+        ({"window": 2**31}, "window must fit int32, got 2147483648"),
         ({"logit_cap": 0.0}, "logit_cap must be positive"),
         ({"sinks": jnp.zeros(2)}, r"sinks must be \[4\]"),
         ({"relative_bias": jnp.zeros((2, 1, 2, 9))}, r"relative_bias must be \[2, 1, 4, extent\]"),
