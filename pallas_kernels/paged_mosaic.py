@@ -1,7 +1,12 @@
-"""What the Mosaic GPU kernels of paged attention decline alike. Needs no Mosaic."""
+"""What the Mosaic GPU kernels of paged attention decline alike, and how they find a page. Needs no Mosaic."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels.mla_decode.api import MAX_DRAFT
-from pallas_kernels.read_source import ReadSource, TokenStream
+from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
 
 PAGE_SIZES = (8, 16, 32, 64, 128)  # whole pages, or whole parts of one, make a TMA box of 64 rows
 
@@ -41,3 +46,17 @@ def decline_latent(s_q: int, heads: int, v_width: int, lines: int, blocks: int) 
         raise NotImplementedError(
             f"s_q * heads = {s_q * heads} needs {tiles} blocks a row, more than {blocks}"
         )
+
+
+def page_entry(source: ReadSource, refs: Any, b: jax.Array, column: jax.Array) -> jax.Array:
+    """Entry of page `column` of row b, inside a kernel; a table's is what stands there, and may be anything.
+
+    refs: of the source's arrays, in the order of its fields. An id that names no virtual page has the padding page's entry.
+    """
+    if isinstance(source, PageTable):
+        return refs[0][b, column]
+    assert isinstance(source, VirtualPages), "a stream names no pages"
+    requests, row_ids, v2p = refs
+    page = requests[jnp.clip(row_ids[b], 0, requests.shape[0] - 1), column]
+    page = jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)
+    return jnp.maximum(v2p[page], 0) * source.blocks_per_page

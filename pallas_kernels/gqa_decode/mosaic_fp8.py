@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -270,18 +269,12 @@ def gqa_decode_fp8(
 
             work.for_segments(share, segment, jnp.int32(0), empty_rows=True)
 
-    array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
+    barrier = plgpu.Barrier
     lines = s_q * heads
     slots = 4 // plan.sharing if plan.sharing > 1 else 0
     out, lse, part, part_lse, leads = plgpu.kernel(
         kernel,
-        out_type=[
-            array((rows * lines, v_head_dim), jnp.bfloat16),
-            array((rows * lines,), jnp.float32),
-            array((2 * groups * lines, v_head_dim), jnp.float32),
-            array((2 * groups * lines,), jnp.float32),
-            array((rows if call.leads_by_row else groups, 3), jnp.int32),
-        ],
+        out_type=call.results(lines, v_head_dim),
         grid=(blocks,),
         grid_names=("block",),
         num_threads=1 + plan.consumers,

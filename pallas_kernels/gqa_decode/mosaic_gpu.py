@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -481,7 +480,7 @@ def gqa_decode_mosaic(
 
             work.for_segments(share, segment, jnp.int32(0), empty_rows=True)
 
-    array, barrier = jax.ShapeDtypeStruct, plgpu.Barrier
+    barrier = plgpu.Barrier
     k_tiled, v_tiled = (
         (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns))
         for columns in (k_chunk, chunk)
@@ -490,13 +489,7 @@ def gqa_decode_mosaic(
     places = plan.workers * stages
     out, lse, part, part_lse, leads = plgpu.kernel(
         kernel,
-        out_type=[
-            array((rows * lines, v_head_dim), jnp.bfloat16),
-            array((rows * lines,), jnp.float32),
-            array((2 * groups * lines, v_head_dim), jnp.float32),
-            array((2 * groups * lines,), jnp.float32),
-            array((rows if call.leads_by_row else groups, 3), jnp.int32),
-        ],
+        out_type=call.results(lines, v_head_dim),
         grid=(config.blocks,),
         grid_names=("block",),
         num_threads=plan.workers * (1 + plan.parts),

@@ -9,9 +9,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import paged_mosaic
 from pallas_kernels.mla_decode import mosaic_gather, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_schedule import TILE, Share
-from pallas_kernels.read_source import TokenStream, VirtualPages
+from pallas_kernels.read_source import TokenStream
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,6 @@ class Call:
     s_q: int
     window: int | None
     groups: int
-
-    @property
-    def translate(self) -> bool:
-        return isinstance(self.source, VirtualPages)
 
     @property
     def single(self) -> bool:
@@ -60,6 +57,17 @@ class Call:
     def leads_by_row(self) -> bool:
         """Whether the table of rows that are cut has a line a row: the shorter one."""
         return self.rows < self.groups
+
+    def results(self, lines: int, v_width: int) -> list[jax.ShapeDtypeStruct]:
+        """What a kernel writes: out, lse, parts of cut rows, their lse, and which rows are cut, for `mosaic_merge`."""
+        array, slots = jax.ShapeDtypeStruct, 2 * self.groups
+        return [
+            array((self.rows * lines, v_width), jnp.bfloat16),
+            array((self.rows * lines,), jnp.float32),
+            array((slots * lines, v_width), jnp.float32),
+            array((slots * lines,), jnp.float32),
+            array((self.rows if self.leads_by_row else self.groups, 3), jnp.int32),
+        ]
 
 
 @dataclass(frozen=True)
@@ -118,13 +126,7 @@ class Rows:
 
     def page_entry(self, b, column, fits):
         """Entry of page `column` of row b; the padding page's, 0, for an id that names nothing or an entry not fits(entry)."""
-        if self.call.translate:
-            requests, row_ids, v2p = self.ids
-            page = requests[jnp.clip(row_ids[b], 0, requests.shape[0] - 1), column]
-            page = jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)
-            entry = jnp.maximum(v2p[page], 0) * self.call.source.blocks_per_page
-        else:
-            entry = self.ids[0][b, column]
+        entry = paged_mosaic.page_entry(self.call.source, self.ids, b, column)
         return jnp.where((entry >= 0) & fits(entry), entry, 0)
 
     def tokens(self, b, kv_first, kv_stop, offset, num_blocks: int) -> mosaic_gather.Tokens:

@@ -23,9 +23,10 @@ from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import device, paged_mosaic
 from pallas_kernels import mosaic_prefill as pipeline
+from pallas_kernels.mla_decode import mosaic_gather
 from pallas_kernels.mla_prefill import mosaic_inline as inline
 from pallas_kernels.mosaic_prefill import ACC, CHUNK, HALF, MASKED, ROWS, SWIZZLED, across, filled
-from pallas_kernels.read_source import PageTable, ReadSource, VirtualPages
+from pallas_kernels.read_source import ReadSource
 from pallas_kernels.xla_attention import merge_partials
 
 if TYPE_CHECKING:
@@ -118,13 +119,7 @@ def gqa_prefill_mosaic(
     rows, tokens, heads, head_dim = q.shape
     sharing = heads // num_kv_heads
     _decline(q, source, kv_dtype, v_head_dim, sharing, sm_scale, relative_bias)
-    match source:
-        case PageTable(table=table):
-            translate, blocks_per_page, ids = False, 1, [table]
-        case VirtualPages(req_to_page=pages, row_ids=row_ids, v2p=v2p):
-            translate, blocks_per_page, ids = True, source.blocks_per_page, [pages, row_ids, v2p]
-        case _:
-            raise AssertionError("declined above")
+    ids = mosaic_gather.id_operands(source)
     if rows * tokens == 0:
         return jnp.zeros((rows, tokens, heads, v_head_dim), q.dtype), jnp.zeros(
             (rows, tokens, heads), jnp.float32
@@ -178,13 +173,7 @@ def gqa_prefill_mosaic(
 
         def page_entry(b, column, largest):
             """Entry of page `column` of row b; the padding page's, 0, for an id that names nothing."""
-            if translate:
-                request = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1)
-                page = id_refs[0][request, column]
-                page = jnp.where((page >= 0) & (page < id_refs[2].shape[0] - 1), page, 0)
-                entry = jnp.maximum(id_refs[2][page], 0) * blocks_per_page
-            else:
-                entry = id_refs[0][b, column]
+            entry = paged_mosaic.page_entry(source, id_refs, b, column)
             block = entry + largest
             return jnp.where((entry >= 0) & (block >= 0) & (block < num_blocks), entry, 0)
 

@@ -4,7 +4,6 @@
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -13,9 +12,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
+from pallas_kernels import paged_mosaic
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
-from pallas_kernels.read_source import VirtualPages
 
 LOAD = 0  # role of the warpgroup that loads; the one behind it keeps the records
 ACC = plgpu.Layout.WGMMA
@@ -74,13 +73,8 @@ class Call:
         return TILE // min(self.source.page_size, TILE)
 
     @property
-    def translate(self) -> bool:
-        return isinstance(self.source, VirtualPages)
-
-    @property
     def ids(self) -> list:
-        source = self.source
-        return [source.req_to_page, source.row_ids, source.v2p] if self.translate else [source.table]
+        return mosaic_gather.id_operands(self.source)
 
     @property
     def ranges(self) -> list:
@@ -106,14 +100,12 @@ class Call:
         slots: int,
         scratch_types,
         pool=None,
-        unroll: int = 8,
-        merge=None,
+        merge=mosaic_merge.merge,
     ):
         """Launches ``kernel(block, *scratch)`` and the merge: (out, lse) of ``rows * queries`` lines.
 
         `part`: the array for parts of cut rows. `scratch_types`: first the block's own, from `kv_smem` to `share_ready`.
-        `pool`: as the kernel sees it, if not as it is here. `unroll`: of the merge.
-        `merge`: called in the place of `mosaic_merge.merge`, for parts of another form.
+        `pool`: as the kernel sees it, if not as it is here. `merge`: of parts in that array, called as `mosaic_merge.merge`.
         """
         array = jax.ShapeDtypeStruct
         inputs = len(self.ranges) + len(self.ids)
@@ -146,8 +138,6 @@ class Call:
         )
         pool = self.pool if pool is None else pool
         out, lse, part, part_lse, leads = launch(self.q, pool, self.block_offset, *self.ranges, *self.ids)
-        if merge is None:
-            merge = partial(mosaic_merge.merge, unroll=unroll)
         return merge(out, lse, part, part_lse, leads, queries=self.queries, groups=self.groups)
 
 
@@ -263,24 +253,21 @@ class Block:
 
     def _block_of(self, b, column):
         """Block of the pool that holds page `column` of row b; the padding page's for an id that names nothing."""
-        if self.call.translate:
-            requests, row_ids, v2p = self.ids
-            page = requests[jnp.clip(row_ids[b], 0, requests.shape[0] - 1), column]
-            page = jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)
-            entry = jnp.maximum(v2p[page], 0) * self.call.source.blocks_per_page
-        else:
-            entry = self.ids[0][b, column]
+        entry = paged_mosaic.page_entry(self.call.source, self.ids, b, column)
         block = entry + self.offset[0]
         good = (entry >= 0) & (block >= 0) & (block < self.pool.shape[0])
         return jnp.where(good, block, self.offset[0])
 
-    def mask(self, s, position, kv_first, kv_stop, q_position):
-        """Scores [TILE, columns] of the tile at `position`, -inf where a query does not see the token."""
+    def mask(self, s, position, kv_first, kv_stop, q_position, tokens: int = 0):
+        """Scores of the tile at `position`, tokens along axis `tokens`, -inf where a query does not see the token."""
         call = self.call
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + position
+        token = plgpu.broadcasted_iota(jnp.int32, s.shape, tokens, layout=ACC) + position
         keep = (token >= kv_first) & (token < kv_stop)
         if call.s_q > 1:
-            query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC) + self.q_tile * call.columns
+            query = (
+                plgpu.broadcasted_iota(jnp.int32, s.shape, 1 - tokens, layout=ACC)
+                + self.q_tile * call.columns
+            )
             keep &= token <= q_position + lax.div(query, call.heads)
         return jnp.where(keep, s, -jnp.inf)
 

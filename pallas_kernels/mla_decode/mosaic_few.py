@@ -87,10 +87,6 @@ class FewCall(Call):
         return 1 if self.single else super().loads
 
     @property
-    def ids(self) -> list:
-        return mosaic_gather.id_operands(self.source)
-
-    @property
     def width_tokens(self) -> int:
         return 2**31 - TILE if isinstance(self.source, TokenStream) else super().width_tokens
 

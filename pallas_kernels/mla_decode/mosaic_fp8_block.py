@@ -1,7 +1,8 @@
-"""What both fp8 MLA decode kernels share: rows of e4m3 with their scales, in shared memory and out of it."""
+"""What the fp8 MLA decode kernels share: rows of e4m3 with their scales, in shared memory and out of it."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,18 +10,21 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_block import COLUMNS, Block, Call, down
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     prefetch_queries,
     scores_of,
+    store_columns,
+    store_vector,
     token_scales,
     zero_rows,
 )
 from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
-MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)  # no written scale is smaller
+_LOG2E = math.log2(math.e)
+_MIN_SCALE = float(jnp.finfo(jnp.float32).tiny)  # no written scale is smaller
 BYTES = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))
 P_TILED = (
     plgpu.TilingTransform((8, 16)),
@@ -68,7 +72,7 @@ class Fp8Call(Call):
                 *scratch_types,
             ],
             # As in bf16: where a row has few parts, the merge waits for its code.
-            unroll=2 if self.groups // self.rows <= 16 else 8,
+            merge=partial(mosaic_merge.merge, unroll=2 if self.groups // self.rows <= 16 else 8),
         )
 
 
@@ -103,6 +107,37 @@ class Fp8Block(Block):
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, jnp.int32(0))
 
+    def token_numbers(self, tile):
+        """For each token of a tile: what makes base-2 exponents of its scores, log2 of its scale, 1 / scale."""
+        scale = token_scales(tile, self.call.v_width + 64, BYTES)
+        # 0 in the padding page, anything in slots that nobody wrote: NaN, or a subnormal whose inverse is infinite. A
+        # written scale is a normal number.
+        scale = jnp.where((scale >= _MIN_SCALE) & (scale < jnp.inf), scale, 1.0)
+        return scale * (self.call.sm_scale * _LOG2E), jnp.log2(scale), 1 / scale
+
+    def capped(self, s):
+        """Base-2 exponents `s` under the logit cap, if there is one."""
+        if self.call.logit_cap is None:
+            return s
+        # tanh by exp2: the hardware's own tanh has 11 bits.
+        cap = self.call.logit_cap * _LOG2E
+        return cap - (2 * cap) / (1 + jnp.exp2(s * (2 * _LOG2E / cap)))
+
+    def store_lse(self, lse, any_seen, b, whole, slot) -> None:
+        """Base-2 `lse` of this tile's columns: of row b if it is whole here, else of its part in `slot`."""
+        natural = jnp.where(any_seen, lse * math.log(2), jnp.inf)
+        partial_lse = jnp.where(any_seen, lse, -jnp.inf)
+        pl.when(whole)(lambda: store_vector(self.lse, natural, self.line(b), self.live))
+        pl.when(jnp.logical_not(whole))(
+            lambda: store_vector(self.part_lse, partial_lse, self.line(slot), self.live)
+        )
+
+    def store_values(self, blocks, b, whole, slot, *columns) -> None:
+        """O^T likewise; `columns` as of `store_columns`."""
+        store = lambda ref, of: store_columns(ref, blocks, self.line(of), self.live, *columns)
+        pl.when(whole)(lambda: store(self.out, b))
+        pl.when(jnp.logical_not(whole))(lambda: store(self.part, slot))
+
     def exponents(self, slot, q_smem, unit_smem, position, seen):
         """(base-2 exponents of P^T [TILE, columns] with the token's scale in them, 1 / scale of each token).
 
@@ -110,19 +145,10 @@ class Fp8Block(Block):
         """
         call, tile = self.call, self.kv_smem.at[slot]
         kv_first, kv_stop, q_position = seen
-        log2e = math.log2(math.e)
-        scale = token_scales(tile, call.width, BYTES)
-        # 0 in the padding page, anything in slots that nobody wrote: NaN, or a subnormal whose inverse is infinite. A
-        # written scale is a normal number.
-        scale = jnp.where((scale >= MIN_SCALE) & (scale < jnp.inf), scale, 1.0)
-        factor, exponent, inverse = scale * (call.sm_scale * log2e), jnp.log2(scale), 1 / scale
+        factor, exponent, inverse = self.token_numbers(tile)
         s = scores_of(tile, q_smem, BYTES)
         s = s * across(factor, s) * down(plgpu.load(unit_smem, layout=COLUMNS), s)
-        if call.logit_cap is not None:
-            # tanh by exp2: the hardware's own tanh has 11 bits.
-            cap = call.logit_cap * log2e
-            s = cap - (2 * cap) / (1 + jnp.exp2(s * (2 * log2e / cap)))
-        s = s + across(exponent, s)
+        s = self.capped(s) + across(exponent, s)
         tail = self.is_tail(position, kv_first, kv_stop)
 
         @pl.when(tail)

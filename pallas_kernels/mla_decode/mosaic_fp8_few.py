@@ -5,8 +5,6 @@ alone, from scores to P V, with no hand-over: while one is in its softmax, the o
 and a sum of its own; at the end of a row's part they agree on one peak, exchange halves of O^T and store one each.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -22,8 +20,6 @@ from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     receive,
     reduce_columns,
     send,
-    store_columns,
-    store_vector,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
@@ -125,23 +121,10 @@ def _kernel(block: Fp8Block, q_smem, p_smem, unit_smem, stat_smem, scratch_smem,
             part_of_mine = jnp.where(any_seen, jnp.exp2(peak - common) / safe, 0)
             accs = [acc * down(part_of_mine, acc) for acc in accs]
             whole, slot = block.destination(start, stop, tiles)
-            cut = jnp.logical_not(whole)
-
-            @pl.when(first)
-            def statistics():
-                lse = common + jnp.log2(safe)
-                natural = jnp.where(any_seen, lse * math.log(2), jnp.inf)
-                partial = jnp.where(any_seen, lse, -jnp.inf)
-                pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), block.live))
-                pl.when(cut)(lambda: store_vector(block.part_lse, partial, block.line(slot), block.live))
+            pl.when(first)(lambda: block.store_lse(common + jnp.log2(safe), any_seen, b, whole, slot))
 
             def finish(some, first_block):
-                some = receive(some, q_smem, BYTES)
-                store = lambda ref, of: store_columns(
-                    ref, some, block.line(of), block.live, 0, v_blocks, first_block
-                )
-                pl.when(whole)(lambda: store(block.out, b))
-                pl.when(cut)(lambda: store(block.part, slot))
+                block.store_values(receive(some, q_smem, BYTES), b, whole, slot, 0, v_blocks, first_block)
 
             half = v_blocks // 2
             pl.when(second)(lambda: send(accs[:half], q_smem, BYTES))

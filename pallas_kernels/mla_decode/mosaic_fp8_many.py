@@ -6,7 +6,6 @@ the other's products, and no warpgroup has the whole chain. They agree on one pe
 A row's queries travel through the ring of tiles, so the next row's are loaded while this one is computed.
 """
 
-import math
 from dataclasses import replace
 
 import jax
@@ -19,7 +18,6 @@ from pallas_kernels.mla_decode import mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_block import (
     BYTES,
-    MIN_SCALE,
     P_TILED,
     SMEM_BYTES,
     Fp8Block,
@@ -36,19 +34,14 @@ from pallas_kernels.mla_decode.mosaic_fp8_many_registers import (
     row_scores,
     whole_rows,
 )
-from pallas_kernels.mla_decode.mosaic_fp8_registers import (
-    store_columns,
-    store_vector,
-    token_scales,
-    zero_rows,
-)
+from pallas_kernels.mla_decode.mosaic_fp8_registers import zero_rows
 from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
 _FIRST, _CONSUMERS = 1, 2
 _ROWS = ACC.reduce(1)
 _AT_ONCE = 2  # blocks of O^T: more fragments of V do not fit the registers
-_FACTOR, _EXPONENT, _INVERSE = range(3)  # of a token: what its scale makes of scores, its log2, its inverse
+_FACTOR, _EXPONENT, _INVERSE = range(3)  # of a token: see `Fp8Block.token_numbers`
 _PEAK, _DECAY = range(2)
 
 
@@ -131,16 +124,6 @@ class _Block(Fp8Block):
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, jnp.int32(0))
 
-    def mask_rows(self, s, position, kv_first, kv_stop, q_position):
-        """`mask` of scores that are not transposed."""
-        call = self.call
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC) + position
-        keep = (token >= kv_first) & (token < kv_stop)
-        if call.s_q > 1:
-            query = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + self.q_tile * call.columns
-            keep &= token <= q_position + lax.div(query, call.heads)
-        return jnp.where(keep, s, -jnp.inf)
-
 
 def _kernel(
     block: _Block,
@@ -158,7 +141,6 @@ def _kernel(
     columns, half = call.columns, call.v_width // 2
     v_blocks = half // 64
     first = role == _FIRST
-    log2e = math.log2(math.e)
     pl.when(role == LOAD)(block.load)
 
     def meet():
@@ -220,12 +202,8 @@ def _kernel(
                 position = (first_tile + start + i) * TILE
                 plgpu.barrier_wait(block.kv_ready.at[slot])
                 sync_warpgroup()  # every warp is done with the tokens' numbers of two tiles ago
-                scale = token_scales(tile, call.v_width + 64, BYTES)
-                # 0 in the padding page, anything in slots that nobody wrote: see `Fp8Block.exponents`.
-                scale = jnp.where((scale >= MIN_SCALE) & (scale < jnp.inf), scale, 1.0)
-                token_smem[me, _FACTOR] = scale * (call.sm_scale * log2e)
-                token_smem[me, _EXPONENT] = jnp.log2(scale)
-                token_smem[me, _INVERSE] = 1 / scale
+                for kind, numbers in enumerate(block.token_numbers(tile)):
+                    token_smem[me, kind] = numbers
                 s = row_scores(q_smem, tile, BYTES)
                 sync_warpgroup()  # every warp has read K and written what it found of the tokens
                 # The tile before, none at first. Later it would keep its place in the ring too long.
@@ -233,16 +211,12 @@ def _kernel(
                 of_token = lambda kind: plgpu.load(token_smem.at[me, kind], layout=COLUMNS)
                 unit = plgpu.load(unit_smem, layout=_ROWS)
                 s = s * across(unit, s) * down(of_token(_FACTOR), s)
-                if call.logit_cap is not None:
-                    # tanh by exp2: the hardware's own tanh has 11 bits.
-                    cap = call.logit_cap * log2e
-                    s = cap - (2 * cap) / (1 + jnp.exp2(s * (2 * log2e / cap)))
-                s = s + down(of_token(_EXPONENT), s)
+                s = block.capped(s) + down(of_token(_EXPONENT), s)
                 tail = block.is_tail(position, kv_first, kv_stop)
                 # P is 0 in those rows, but 0 * NaN is NaN.
                 pl.when(tail)(lambda: zero_rows(tile, kv_first - position, kv_stop - position, BYTES))
                 edge = tail | ((position + TILE > seen[2] + 1) if call.s_q > 1 else False)
-                s = lax.cond(edge, lambda s: block.mask_rows(s, position, *seen), lambda s: s, s)
+                s = lax.cond(edge, lambda s: block.mask(s, position, *seen, tokens=1), lambda s: s, s)
                 # The subtrahend follows the maximum only when it falls behind by 2**SLACK: most tiles rescale nothing.
                 tile_peak = s.max(axis=1)
                 before = plgpu.load(peak_smem.at[other, _PEAK], layout=_ROWS)
@@ -279,19 +253,8 @@ def _kernel(
             inverse = jnp.where(any_seen, 1 / safe, 0)
             accs = [acc * down(inverse, acc) for acc in accs]
             whole, slot = block.destination(start, stop, tiles)
-            cut = jnp.logical_not(whole)
-
-            @pl.when(first)
-            def statistics():
-                lse = peak + jnp.log2(safe)
-                natural = jnp.where(any_seen, lse * math.log(2), jnp.inf)
-                partial = jnp.where(any_seen, lse, -jnp.inf)
-                pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), block.live))
-                pl.when(cut)(lambda: store_vector(block.part_lse, partial, block.line(slot), block.live))
-
-            store = lambda ref, of: store_columns(ref, accs, block.line(of), block.live, column)
-            pl.when(whole)(lambda: store(block.out, b))
-            pl.when(cut)(lambda: store(block.part, slot))
+            pl.when(first)(lambda: block.store_lse(peak + jnp.log2(safe), any_seen, b, whole, slot))
+            block.store_values(accs, b, whole, slot, column)
             return n + count
 
         block.for_segments(share, segment, jnp.int32(0))

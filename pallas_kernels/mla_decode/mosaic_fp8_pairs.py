@@ -5,8 +5,6 @@ factors of rescaling over through shared memory. The running maximum passes from
 the accumulators see one sequence of tiles; each keeps a sum of its own tiles' weights.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -20,8 +18,6 @@ from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     any_above,
     load_queries,
     reduce_columns,
-    store_columns,
-    store_vector,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
@@ -146,12 +142,7 @@ def _kernel(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(end_ready)
                 whole, slot = block.destination(start, stop, tiles)
-                cut = jnp.logical_not(whole)
-                lse = last_peak + jnp.log2(safe)
-                natural = jnp.where(any_seen, lse * math.log(2), jnp.inf)
-                partial = jnp.where(any_seen, lse, -jnp.inf)
-                pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), block.live))
-                pl.when(cut)(lambda: store_vector(block.part_lse, partial, block.line(slot), block.live))
+                block.store_lse(last_peak + jnp.log2(safe), any_seen, b, whole, slot)
 
             return n + stop - start
 
@@ -192,9 +183,7 @@ def _kernel(
             accs = [acc * down(inverse, acc) for acc in accs]
             plgpu.barrier_arrive(end_free)
             whole, slot = block.destination(start, stop, tiles)
-            store = lambda ref, of: store_columns(ref, accs, block.line(of), block.live, column)
-            pl.when(whole)(lambda: store(block.out, b))
-            pl.when(jnp.logical_not(whole))(lambda: store(block.part, slot))
+            block.store_values(accs, b, whole, slot, column)
             return n
 
         block.for_segments(share, segment, jnp.int32(0))

@@ -37,27 +37,28 @@ def scores_of(tile_ref, q_ref, transforms):
     Tensor cores keep 14 bits of a sum of e4m3 products, and cut. So the second terms have sums of their own, where they
     would be cut for the size of the first, and the first terms have one for each 128 columns.
     """
-    columns = q_ref.shape[0] // 2
-    beside = columns < 64  # both terms in one product: few columns would wait for K to be read twice
+    columns = (
+        q_ref.shape[0] // 2
+    )  # up to 32: both terms in one product, which would wait for K to be read twice
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms), plgpu.RefType(transforms)),
         return_type=plgpu.ShapeDtypeStruct((64, columns), jnp.float32, layout=_WGMMA),
     )
     def multiply(_, tile, q):
-        n = 2 * columns if beside else columns
+        n = 2 * columns
         k, queries = _operand(tile), _operand(q)
         chunks = 2 * _boxes_of_row(tile) - 1  # of 64 columns; the last 64 bytes of a row are none
 
         layout = WGMMAAccumulator.zero(64, n)._value.layout
 
-        def issue(registers, q_descriptor, first, stop):
-            """Starts a sum over chunks in `registers`, which hold 0, or anything if terms are beside each other."""
+        def issue(registers, first, stop):
+            """Starts a sum over chunks in `registers`, which hold anything."""
             for chunk in range(first, stop):
                 for half in range(2):
                     at = chunk // 2 * _BOX + chunk % 2 * (_LINE // 2) + half * 32
-                    fresh = beside and chunk == first and half == 0
-                    registers = _multiply_e4m3(registers, _ahead(k, at), _ahead(q_descriptor, at), n, fresh)
+                    fresh = chunk == first and half == 0
+                    registers = _multiply_e4m3(registers, _ahead(k, at), _ahead(queries, at), n, fresh)
             nvvm.wgmma_commit_group_sync_aligned()
             return registers
 
@@ -67,14 +68,11 @@ def scores_of(tile_ref, q_ref, transforms):
             part = optimization_barrier(
                 FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
             )
-            return part[:, :columns] + part[:, columns:] if beside else part, part.registers
+            return part[:, :columns] + part[:, columns:], part.registers
 
-        free = lambda: WGMMAAccumulator.zero(64, n)._value.registers
-        parts = [(queries, first, min(first + 2, chunks)) for first in range(0, chunks, 2)]
-        in_flight = 2 if beside else 1  # one runs while the other is added up; many columns: no registers
-        if not beside:  # the second terms
-            parts.insert(0, (_ahead(queries, columns // 8 * _boxes_of_row(q) * _BOX), 0, chunks))
-        places = [free() for _ in range(in_flight)]
+        parts = [(first, min(first + 2, chunks)) for first in range(0, chunks, 2)]
+        in_flight = 2  # one runs while the other is added up
+        places = [WGMMAAccumulator.zero(64, n)._value.registers for _ in range(in_flight)]
         running = [issue(place, *part) for place, part in zip(places, parts, strict=False)]
         total = None
         for part in [*parts[in_flight:], *[None] * in_flight]:
@@ -82,11 +80,9 @@ def scores_of(tile_ref, q_ref, transforms):
             total = done if total is None else total + done
             if part is None:
                 continue
-            if not beside:
-                registers = free()
-            else:  # zeros for a sum that starts beside another would wait for it
-                total = optimization_barrier(total)
-                nvvm.wgmma_fence_aligned()
+            # Zeros for a sum that starts beside another would wait for it.
+            total = optimization_barrier(total)
+            nvvm.wgmma_fence_aligned()
             running.append(issue(registers, *part))
         return total.to_layout(_WGMMA.to_mgpu())
 
