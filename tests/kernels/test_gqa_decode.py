@@ -14,7 +14,7 @@ from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
 from tests.kernels.gqa_case import Case, make_case
-from tests.kernels.paged_case import CAPTURED
+from tests.kernels.paged_case import CAPTURED, run_or_skip
 
 IMPLEMENTATIONS = [
     "xla",
@@ -57,14 +57,7 @@ def problem(implementation: str, lengths, **options) -> Case:
     return make_case(lengths, **{"dtype": "float32" if implementation == "xla" else "bfloat16"} | options)
 
 
-def run(implementation: str, case: Case, delivery: str = "table", **kwargs):
-    """(out, lse); skips where the implementation declines and may."""
-    try:
-        return case.run(implementation, delivery, **kwargs)
-    except NotImplementedError as reason:
-        if must_serve(implementation, case, delivery):
-            raise
-        pytest.skip(f"{implementation} declines: {reason}")
+run = partial(run_or_skip, must_serve)
 
 
 def serves(implementation: str, case: Case, delivery: str = "table") -> None:

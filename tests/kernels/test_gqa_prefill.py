@@ -18,6 +18,7 @@ from tests.kernels.chunk_case import Chunk, make_chunk
 from tests.kernels.chunk_mosaic_interpreter import CASES
 from tests.kernels.delivered import ABSURD, DELIVERIES
 from tests.kernels.own_process import output_of
+from tests.kernels.paged_case import run_or_skip
 
 IMPLEMENTATIONS = [
     "xla",
@@ -51,14 +52,7 @@ def must_serve(implementation: str, case: Chunk, delivery: str) -> bool:
     return True
 
 
-def run(implementation: str, case: Chunk, delivery: str = "table", **kwargs):
-    """(out, lse); skips where the implementation declines and may."""
-    try:
-        return case.run(implementation, delivery, **kwargs)
-    except NotImplementedError as reason:
-        if must_serve(implementation, case, delivery):
-            raise
-        pytest.skip(f"{implementation} declines: {reason}")
+run = partial(run_or_skip, must_serve)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -16,8 +16,8 @@ from pallas_kernels.mla_decode import merge_partials, mla_decode
 from pallas_kernels.read_source import PageTable, VirtualPages
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
-from tests.kernels.mla_case import Case, make_case, must_serve
-from tests.kernels.paged_case import CAPTURED
+from tests.kernels.mla_case import make_case, must_serve
+from tests.kernels.paged_case import CAPTURED, run_or_skip
 
 gpu = pytest.mark.gpu
 every_implementation = pytest.mark.parametrize(
@@ -37,14 +37,7 @@ every_kernel = pytest.mark.parametrize(
 EDGES = [0, 1, 63, 64, 65, 200]
 
 
-def run(implementation: str, case: Case, delivery: str = "table", **kwargs):
-    """(out, lse); skips where the implementation declines and may."""
-    try:
-        return case.run(implementation, delivery, **kwargs)
-    except NotImplementedError as reason:
-        if must_serve(implementation, case, delivery):
-            raise
-        pytest.skip(f"{implementation} declines: {reason}")
+run = partial(run_or_skip, must_serve)
 
 
 @every_kernel
