@@ -38,7 +38,8 @@ def source(result: dict[str, Any], command: str) -> str:
     driver = f", driver {result['driver']}" if "driver" in result else ""
     named = ", ".join(f"{name} {versions[name]}" for name in versions if name not in ("jaxlib", "python"))
     notes = f" {result['notes']}" if "notes" in result else ""
-    return f"{result['card']}{driver}, {named}; {result['date']}, `python -m bench {command}`.{notes}"
+    commit = f", commit {result['commit']}" if "commit" in result else ""
+    return f"{result['card']}{driver}, {named}; {result['date']}{commit}, `python -m bench {command}`.{notes}"
 
 
 def digits(x: float) -> str:
@@ -325,14 +326,13 @@ def summary(results: Results) -> str:
     header = ("operation", "against", "ours / theirs, median", "least to most", "shapes")
     cards = " and ".join(sorted({result["card"] for result in results.values()}))
     notes = "".join(
-        f"\n\n{name}: {result['notes']}"
+        f"\n- {name}: commit {result.get('commit', 'unknown')}. {result.get('notes', '')}".rstrip()
         for name, result in results.items()
-        if "notes" in result
-        and name in ("mla", "gqa", "gqa_prefill", "state", "mla_prefill", "index", "move")
+        if name in ("mla", "gqa", "gqa_prefill", "state", "mla_prefill", "index", "move")
     )
     return (
         f"{table(header, lines)}\n\n{cards}. Versions, dates and all figures: "
-        f"[bench/results/h200](bench/results/h200).{notes}"
+        f"[bench/results/h200](bench/results/h200).\n{notes}"
     )
 
 

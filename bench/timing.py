@@ -9,7 +9,9 @@ import argparse
 import datetime
 import importlib
 import json
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -110,10 +112,31 @@ def record(benchmark: str, rows: list[dict[str, Any]], peers: ModuleType | None)
         "date": datetime.date.today().isoformat(),
         "card": jax.devices()[0].device_kind,
         "driver": _driver(),
+        "commit": _commit(),
         "versions": versions,
         "unit": "us, median of CUPTI kernel times, L2 cold and clean, candidates interleaved",
         "rows": rows,
     }
+
+
+def _commit() -> str:
+    """Short name of the commit that was measured, "+" behind it where files differ; of a copy without .git, $BENCH_COMMIT."""
+    if name := os.environ.get("BENCH_COMMIT"):
+        return name
+    root = Path(__file__).parent
+    try:
+        name, changed = (
+            subprocess.run(
+                ["git", *command], cwd=root, capture_output=True, text=True, check=True
+            ).stdout.strip()
+            for command in (
+                ["rev-parse", "--short", "HEAD"],
+                ["status", "--porcelain", "--untracked-files=no"],
+            )
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + "+" * bool(changed)
 
 
 def _driver() -> str:
