@@ -175,9 +175,10 @@ def gqa_ours(results: Results) -> str:
 
 def gqa(results: Results) -> str:
     rows, ours = results["gqa"]["rows"], gqa_ours(results)
-    names = candidates(rows)
+    narrow = [name for name in candidates(rows) if name.endswith(", e4m3")]
+    names = [name for name in candidates(rows) if name not in narrow]
     peers = [name for name in names if name.startswith(("torch", "SGLang"))]
-    lines = []
+    lines, narrow_lines = [], []
     for row in rows:
         t = row["times"].get
         varied = ", varied" if row["varied"] else ""
@@ -186,10 +187,28 @@ def gqa(results: Results) -> str:
         forms = [us(t(name)) for name in names if name not in (ours, *peers)]
         against = [cell for name in peers for cell in (us(t(name)), ratio(t(ours), t(name)))]
         lines.append([shape, digits(row["floor_us"]), us(t(ours)), *rates, *forms, *against])
+        if narrow:
+            floor = digits(row["e4m3_floor_us"]) if "e4m3_floor_us" in row else ""
+            narrow_lines.append([shape, floor, *gqa_narrow(t, narrow, ours)])
     header = ["rows x heads / KV heads x head_dim x context", "floor", ours, "x floor", "GB/s"]
     header += [name for name in names if name not in (ours, *peers)]
     header += [cell for name in peers for cell in (name, f"{ours} / it")]
-    return f"{table(header, lines)}\n\nTimes in us. {source(results['gqa'], 'gqa')}"
+    tables = [table(header, lines)]
+    if narrow:
+        own = f"{ours}, e4m3"
+        header = [header[0], "floor of e4m3", own, "x floor", "GB/s", "relative error", f"it / {ours}"]
+        header += [cell for name in narrow if name != own for cell in (name, f"{own} / it")]
+        tables.append(table(header, narrow_lines))
+    return "\n\n".join([*tables, f"Times in us. {source(results['gqa'], 'gqa')}"])
+
+
+def gqa_narrow(t: Callable[[str], Row | None], names: list[str], ours: str) -> list[object]:
+    """Cells of one shape over e4m3 rows: our time, how good it is, its ratio to that over bf16 rows, and the others'."""
+    own = t(f"{ours}, e4m3")
+    rates = [f"{own['over_floor']:.2f}", own["GB/s"], f"{own['relative_error']:.1e}"] if own else [""] * 3
+    others = [name for name in names if name != f"{ours}, e4m3"]
+    against = [cell for name in others for cell in (us(t(name)), ratio(own, t(name)))]
+    return [us(own), *rates, ratio(own, t(ours)), *against]
 
 
 def gqa_prefill_ours(row: dict[str, Any]) -> dict[str, Any]:
