@@ -72,6 +72,22 @@ def test_gqa_compares_the_better_implementation():
     )
 
 
+def test_gqa_over_e4m3_rows_stands_beside_bf16():
+    t = {"us": 12.0, "over_floor": 1.2, "GB/s": 3, "relative_error": 2e-3}
+    row = dict(
+        rows=2, heads=8, kv_heads=2, head_dim=64, context=99, varied=False, floor_us=10.0, e4m3_floor_us=5.0
+    )
+    times = {
+        "mosaic": t,
+        "mosaic, e4m3": t | {"us": 6.0, "over_floor": 1.3},
+        "triton, e4m3": t | {"us": 24.0},
+    }
+    results = {"gqa": dict(card="CARD", date="DATE", versions={}, rows=[row | {"times": times}])}
+    lines = report.gqa(results).splitlines()
+    assert "| 2 x 8 / 2 x 64 x 99 | 10.0 | 12.0 | 1.20 | 3 |" in lines
+    assert "| 2 x 8 / 2 x 64 x 99 | 5.00 | 6.00 | 1.30 | 3 | 2.0e-03 | 0.50 | 24.0 | 0.25 |" in lines
+
+
 def test_gqa_prefill_stands_beside_what_was_measured():
     t = {"us": 12.0, "tflops": 321.4, "relative_error": 2e-3}
     row = dict(rows=2, new=64, cached=0, heads=8, kv_heads=2, head_dim=64, window=None)
