@@ -9,8 +9,10 @@ that way.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -95,8 +97,11 @@ def write(
     steps: int = STEPS,
     seed: int = 0,
     cached: bool = True,
+    published: dict[str, Any] | None = None,
 ) -> tuple[float, float]:
     """Randomizes and saves a model, loads it back in float32 and writes what it computes.
+
+    published: the fields of config.json under their published names, where transformers saves it under others.
 
     Relative to the largest logit it returns the margin, and how far the greedy logits lie from those of one pass over all
     tokens: what float32 is good for in this model.
@@ -104,6 +109,8 @@ def write(
     torch.set_num_threads(1)  # tiny matrices, and results that don't depend on the number of cores
     randomize(model, special, seed)
     model.to(torch.bfloat16).save_pretrained(directory)
+    if published is not None:
+        (directory / "config.json").write_text(json.dumps(published, indent=2) + "\n")
     model = type(model).from_pretrained(directory, dtype=torch.float32).eval()
     arrays = golden(model, layers(model), vocab_size, prompt, steps, cached)
     np.savez_compressed(

@@ -28,6 +28,7 @@ from tools import (
     make_golden_gemma4,
     make_golden_gpt_oss,
     make_golden_inkling,
+    make_golden_kimi,
     make_golden_qwen3_5,
 )
 
@@ -250,15 +251,7 @@ def kimi_linear(rng: np.random.Generator) -> Sampled:
     )
     model = transformers.KimiLinearForCausalLM(config)
     golden.bias_choice(model)
-
-    def special(name: str, noise: torch.Tensor) -> torch.Tensor | None:
-        if name.endswith("A_log"):
-            return (noise - 1).clamp(max=2)
-        if name.endswith("dt_bias"):
-            return 0.3 * noise
-        return 1 + 0.2 * noise if "norm" in name else None
-
-    return model, special, lambda m: m.model.layers
+    return model, make_golden_kimi.special, lambda m: m.model.layers
 
 
 def deepseek_v3(rng: np.random.Generator) -> Sampled:

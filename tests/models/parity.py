@@ -106,13 +106,6 @@ def run(name: str, make_cache, dtype: str = "float32") -> Run:
     return Run(logits, np.concatenate(hidden, axis=1), np.asarray(greedy), np.asarray(greedy_logits))
 
 
-def check_golden(golden: dict[str, np.ndarray]) -> None:
-    """The prompt spans three chunks and pages, and no greedy token hangs on the last digits of its logit."""
-    assert len(golden["ids"]) > 2 * 64
-    assert len(golden["greedy"]) == 64
-    assert golden["margin"] > 1e-3 > 1e-4 * np.abs(golden["greedy_logits"]).max()
-
-
 def relative(found: np.ndarray, expected: np.ndarray) -> float:
     """max |difference| / max |expected|"""
     return float(np.abs(found - expected).max() / np.abs(expected).max())

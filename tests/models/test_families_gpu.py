@@ -13,7 +13,7 @@ from tests.models.pool_cache import make_pool_cache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.long, pytest.mark.filterwarnings("ignore:.* not loaded.*")]
 
-MODELS = ("deepseek_v3", "falcon_h1", "gemma4", "gpt_oss", "inkling", "qwen3_5")
+MODELS = ("deepseek_v3", "falcon_h1", "gemma4", "gpt_oss", "inkling", "kimi_linear", "qwen3_5")
 
 
 @pytest.fixture(autouse=True)

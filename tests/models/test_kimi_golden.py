@@ -1,7 +1,9 @@
-"""Kimi-Linear against transformers on the tiny checkpoint: golden logits and greedy tokens (tools/make_golden_kimi.py)."""
+"""Kimi-Linear against transformers on two tiny checkpoints (tools/make_golden_kimi.py): a random one as the other families
+have it, logits, layers and tokens; and the trained one, logits and tokens."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -12,6 +14,8 @@ import pytest
 from jax import lax
 
 from tests.models import parity
+from tests.models.test_loading import KIMI_48B
+from ukv_jax.models.config import load_config
 from ukv_jax.models.decoder import cache_spec, forward
 from ukv_jax.models.weights import load_model
 
@@ -19,6 +23,41 @@ ROOT = Path(__file__).parents[2]
 CHUNK, STEPS = 64, 256
 CACHES = parity.caches()
 POOLS = sorted(CACHES.keys() - {"dense"})
+# Whole numbers of the published config that choose a form and are no size.
+SAME = {
+    "first_k_dense_replace", "moe_layer_freq", "num_shared_experts", "num_expert_group", "topk_group",
+    "num_nextn_predict_layers",
+}  # fmt: skip
+
+
+run_random = cache(lambda kind: parity.run("kimi_linear", CACHES[kind]))
+
+
+def test_the_random_checkpoint_has_every_published_field_and_the_values_of_all_that_is_no_size():
+    read = load_config(parity.GOLDEN / "kimi_linear")
+    assert read.mixers == ("kda", "kda", "mla") * 2
+    assert read.mlps == ("dense", *["moe"] * 5)
+    config = json.loads((parity.GOLDEN / "kimi_linear" / "config.json").read_text())
+    sizes = {name for name, value in KIMI_48B.items() if type(value) is int and name not in SAME}
+    assert config.keys() | {"transformers_version"} == KIMI_48B.keys()
+    assert config["linear_attn_config"].keys() == KIMI_48B["linear_attn_config"].keys()
+    for name in KIMI_48B.keys() - sizes - {"transformers_version", "linear_attn_config"}:
+        assert config[name] == KIMI_48B[name], name
+
+
+@pytest.mark.parametrize("kind", [parity.exact_on_pools(kind, slow=True) for kind in CACHES])
+def test_logits_layers_and_tokens(kind):
+    parity.check_run(run_random(kind), parity.load_golden("kimi_linear"))
+
+
+@pytest.mark.parametrize(
+    "kind", [parity.exact_on_pools(kind, slow=True) for kind in CACHES if kind.startswith("unified")]
+)
+def test_unified_pools_equal_the_static_one_bit_for_bit(kind):
+    parity.check_same_bits(run_random(kind), run_random("static-table"))
+
+
+# The trained checkpoint.
 
 
 @pytest.fixture(scope="module")

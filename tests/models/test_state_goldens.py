@@ -26,11 +26,6 @@ run = cache(lambda model, kind: parity.run(model, CACHES[kind]))
 on_pools = lambda model, kind: parity.exact_on_pools(model, kind, slow=model == "qwen3_5")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_data_spans_pages_and_has_no_ties(model):
-    parity.check_golden(parity.load_golden(model))
-
-
 @pytest.mark.parametrize(("model", "kind"), [on_pools(*pair) for pair in RUNS])
 def test_logits_layers_and_tokens(model, kind):
     parity.check_run(run(model, kind), parity.load_golden(model))
