@@ -18,6 +18,7 @@ from pallas_kernels import implementations
 from pallas_kernels.state_step import StateBlocks, conv_step, delta_step, ssm_step
 from pallas_kernels.state_step.mosaic_gpu import SUM_VECTOR, delta_lanes, ssm_rows
 from tests.deviceless import CAPTURE_LOOPS, compile_for, requires_plugin, shape
+from tests.kernels.paged_case import CAPTURED
 
 # Plain XLA, the Mosaic kernels in Pallas' interpreter, and on a GPU the kernels themselves.
 IMPLEMENTATIONS = ("xla", "interpreted", pytest.param("mosaic", marks=pytest.mark.gpu))
@@ -59,6 +60,7 @@ CASES = {
     "kda in two parts": _delta(2, 2, 32, 128, 32, x="bfloat16"),
     "kda bfloat16": _delta(2, 2, 32, 64, 32, state="bfloat16"),
     "gdn": _delta(2, 4, 32, 32, 1),
+    "gdn bfloat16": _delta(1, 2, 32, 64, 1, x="bfloat16", state="bfloat16"),
     "gdn, wide keys": _delta(1, 2, 256, 96, 1, x="bfloat16"),
     "mamba2": _ssm(4, 32, 2, 64),
     "mamba2 in two parts": _ssm(2, 64, 1, 256),
@@ -119,8 +121,8 @@ def exact(case, inputs, state):
         qkv, f, b, a_log, dt_bias = inputs
         g, beta = -np.exp(a_log)[:, None] * np.log1p(np.exp(f + dt_bias)), 1 / (1 + np.exp(-b))
         (depth, width), heads = case.piece, b.shape[1]
-        v = qkv[:, -heads * width :].reshape(ROWS, heads, width)
-        q, k = qkv[:, : -heads * width].reshape(ROWS, 2, -1, depth).swapaxes(0, 1)
+        v = qkv[:, -heads * width :].reshape(-1, heads, width)
+        q, k = qkv[:, : -heads * width].reshape(len(qkv), 2, -1, depth).swapaxes(0, 1)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
         q, k = (np.repeat(x, heads // x.shape[1], 1) for x in (q / np.sqrt(depth), k))
         state = state * np.exp(g)[..., None]
@@ -207,6 +209,44 @@ class TestStep:
         buffer, out = run(implementation, case, pool.buffer, slots, pool.blocks, *inputs)
         np.testing.assert_array_equal(buffer, pool.buffer)
         assert not np.any(np.asarray(out))
+
+
+def with_rows(case, rows):
+    """The case with another number of rows."""
+    return replace(case, inputs=tuple((rows, *s[1:]) if s[0] == ROWS else s for s in case.inputs))
+
+
+@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("name", ["kda", "gdn bfloat16", "mamba2", "convolution bfloat16"])
+def test_small_batch_after_a_large_one(implementation, name):
+    """One program of 8 lanes, on a GPU a captured one that updates one pool, of which 8, 3, 8, 1, 8 are live, each time in
+    other slots: lanes past the batch bring NaN and a slot that is none."""
+    case, rng = with_rows(CASES[name], 8), np.random.default_rng(4)
+    pool = Pool(case, rng, slots=13)
+    where = np.stack([pool.at(slot) for slot in range(13)])
+    pool.values[where[1:]] = rng.normal(size=(12, case.pieces, *case.piece))
+    step = partial(case.function, **dict(case.options), implementation=implementation)
+    program = jax.jit(step, donate_argnums=0, compiler_options=CAPTURED)
+    narrow = np.dtype(case.state) == jnp.bfloat16
+    buffer, before = jnp.asarray(np.frombuffer(pool.values.tobytes(), np.uint8)), pool.values
+    for live in (8, 3, 8, 1, 8):
+        lanes = np.arange(8) < live
+        slots = np.where(lanes, rng.permutation(12)[:8] + 1, rng.choice([-1, 0, 13, 2**31 - 1], 8))
+        inputs = [
+            jnp.where(lanes.reshape(-1, *(1,) * (x.ndim - 1)), x, jnp.nan) if x.shape[0] == 8 else x
+            for x in random_inputs(case, rng)
+        ]
+        buffer, out = program(buffer, jnp.asarray(slots, jnp.int32), pool.blocks, *inputs)
+        named = where[np.where(lanes, slots, 0)]
+        expected, state = exact(case, inputs, before[named].astype(np.float64))
+        after, touched = pool.after(buffer), np.zeros(len(before), bool)
+        touched[named[lanes]] = True
+        assert error(out[lanes], expected[lanes]) < (5e-3 if out.dtype == jnp.bfloat16 else 1e-6)
+        assert not np.any(np.asarray(out)[~lanes])
+        assert error(after[named[lanes]], state[lanes]) < (5e-3 if narrow else 1e-6)
+        np.testing.assert_array_equal(after[~touched].view(np.uint8), before[~touched].view(np.uint8))
+        before = after
+    assert program._cache_size() == 1
 
 
 @pytest.mark.parametrize("name", ["kda", "mamba2 bfloat16", "convolution"])
