@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import paged_mosaic
+from pallas_kernels import device, paged_mosaic
 from pallas_kernels.gqa_decode import mosaic_fp8
 from pallas_kernels.gqa_decode.mosaic_bias import add_bias
 from pallas_kernels.gqa_decode.mosaic_rows import Call, Rows
@@ -44,7 +44,6 @@ M = 64  # query rows of a worker: the M of one warpgroup's WGMMA
 _SMEM_BYTES = 224 << 10  # what q and the rings may take
 # On its way to a block. With more, all multiprocessors get what DRAM gives, but the fast ones end far before the slow ones.
 _RING_BYTES = 128 << 10
-_SMS = 132
 _MAX_STAGES = 8
 _ACC = plgpu.Layout.WGMMA
 _ROWS = _ACC.reduce(1)
@@ -56,17 +55,14 @@ _MASKED = -1e30  # below every score, and finite: a difference of two of them is
 class TuningConfig:
     """Launch parameters.
 
-    `blocks`: thread blocks, one a multiprocessor. `workers`: in a block; None for two where each has room for two tiles.
+    `blocks`: thread blocks; None for one a multiprocessor. The interpreter's tests run few.
     """
 
-    blocks: int = _SMS
-    workers: int | None = None
+    blocks: int | None = None
 
     def __post_init__(self) -> None:
-        if self.blocks < 1:
+        if self.blocks is not None and self.blocks < 1:
             raise ValueError(f"blocks must be at least 1, got {self.blocks}")
-        if self.workers not in (None, 1, 2):
-            raise ValueError(f"workers must be None, 1 or 2, got {self.workers}")
 
 
 @dataclass(frozen=True)
@@ -78,7 +74,7 @@ class _Plan:
     stages: int
 
     @staticmethod
-    def make(config: TuningConfig, head_dim: int, v_head_dim: int) -> "_Plan":
+    def make(head_dim: int, v_head_dim: int) -> "_Plan":
         parts = 2 if v_head_dim > 256 else 1
 
         def stages(workers: int) -> int:
@@ -87,12 +83,7 @@ class _Plan:
             return min(room // tile, max(_RING_BYTES // workers // tile, 2), _MAX_STAGES)
 
         # ptxas refuses a WGMMA of more than 192 columns in a block of 512 threads.
-        fits = {1: stages(1) >= 1, 2: parts == 1 and v_head_dim <= 192 and stages(2) >= 2}
-        workers = config.workers or (2 if fits[2] else 1)
-        if not fits[workers]:
-            raise NotImplementedError(
-                f"{workers} workers a block have no room for heads of {head_dim} and {v_head_dim}"
-            )
+        workers = 2 if parts == 1 and v_head_dim <= 192 and stages(2) >= 2 else 1
         return _Plan(workers, parts, stages(workers))
 
 
@@ -120,12 +111,12 @@ def gqa_decode_mosaic(
     row_width = num_kv_heads * (head_dim if v_offset is not None else head_dim + v_head_dim)
     v_column = 0 if v_offset is not None else num_kv_heads * head_dim
     _decline(q, source, kv_dtype, v_head_dim, sm_scale)
-    config = config or TuningConfig()
+    blocks = (config or TuningConfig()).blocks or device.core_count()
     if scales is not None:
         mosaic_fp8.decline(source, heads, num_kv_heads, s_q, head_dim, v_head_dim, relative_bias is not None)
         return mosaic_fp8.gqa_decode_fp8(
             q, buffer, source, k_offset, v_offset, num_kv_heads=num_kv_heads, v_head_dim=v_head_dim, sm_scale=sm_scale,
-            scales=scales, window=window, sinks=sinks, logit_cap=logit_cap, q_start=q_start, blocks=config.blocks,
+            scales=scales, window=window, sinks=sinks, logit_cap=logit_cap, q_start=q_start, blocks=blocks,
         )  # fmt: skip
     sharing = heads // num_kv_heads
     queries = s_q * sharing
@@ -134,19 +125,15 @@ def gqa_decode_mosaic(
     # heads, a worker takes those 8, its own among them; else each KV head's queries are padded to such tiles.
     shared_lines = s_q == 1 and heads % 8 == 0 and 8 % sharing == 0
     padded = 8 if shared_lines else -(-queries // 8) * 8
-    pack = (
-        1
-        if config.workers
-        else _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
-    )
-    plan = _Plan.make(config, pack * head_dim, pack * v_head_dim)
+    pack = _pack(num_kv_heads, padded, max(head_dim, v_head_dim), relative_bias is not None)
+    plan = _Plan.make(pack * head_dim, pack * v_head_dim)
     # Workers that go through one share side by side, each with its heads and queries.
     lanes = num_kv_heads // pack * q_tiles
-    groups = config.blocks * plan.workers // lanes
+    groups = blocks * plan.workers // lanes
     if groups < 1:
         raise NotImplementedError(
             f"{num_kv_heads} KV heads, {pack} a worker, and {q_tiles} tiles of queries need more than "
-            f"{config.blocks * plan.workers} workers"
+            f"{blocks * plan.workers} workers"
         )
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_head_dim), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
@@ -490,7 +477,7 @@ def gqa_decode_mosaic(
     out, lse, part, part_lse, leads = plgpu.kernel(
         kernel,
         out_type=call.results(lines, v_head_dim),
-        grid=(config.blocks,),
+        grid=(blocks,),
         grid_names=("block",),
         num_threads=plan.workers * (1 + plan.parts),
         thread_name="warpgroup",

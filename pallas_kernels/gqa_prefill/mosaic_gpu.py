@@ -41,7 +41,8 @@ _FIELDS = 16  # an Item as int32 in shared memory, padded
 
 @dataclass(frozen=True)
 class TuningConfig:
-    """Launch parameters; None for what the kernel takes by itself.
+    """Launch parameters; None for what the kernel takes by itself. Tests run small forms of it by them, and the timings of
+    docs/gqa_prefill.md other ones.
 
     `keys`: positions of a step, 64 or 128. `stages`: of K and of V in flight. `queries`: items whose queries lie in shared
     memory, 1 or 2. `warpgroups`: that compute, 2 or 3. `parts`: work items among which the positions of a tile are dealt.

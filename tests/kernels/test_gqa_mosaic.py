@@ -160,7 +160,6 @@ def test_declines_with_the_reason(changes, reason):
         gqa_decode_mosaic(**{**GOOD, **changes})
 
 
-@pytest.mark.parametrize("field, value", [("blocks", 0), ("workers", 3)])
-def test_config_is_checked(field, value):
-    with pytest.raises(ValueError, match=f"{field} must be .* got {value}"):
-        TuningConfig(**{field: value})
+def test_config_is_checked():
+    with pytest.raises(ValueError, match="blocks must be at least 1, got 0"):
+        TuningConfig(blocks=0)
