@@ -50,27 +50,29 @@ class Case(PagedCase):
         rows, s_q, heads, _ = self.q.shape
         group = heads // o["num_kv_heads"]
         out, lse = np.zeros((rows, s_q, heads, o["v_head_dim"])), np.full((rows, s_q, heads), np.inf)
-        for row, i, head in np.ndindex(rows, s_q, heads):
+        for row, i, kv_head in np.ndindex(rows, s_q, o["num_kv_heads"]):
             at = self.first_query[row] + i
             begin, stop = self.kv_start[row], min(self.kv_end[row], at + 1)
             if o["window"] is not None:
                 begin = max(begin, at - o["window"] + 1)
             if stop <= begin:
                 continue
-            k, v = (x[row][begin:stop, head // group] for x in (self.k, self.v))
-            s = k @ self.q[row, i, head].astype(np.float64) * o["sm_scale"]
+            of = slice(kv_head * group, (kv_head + 1) * group)  # the heads that share it
+            k, v = (x[row][begin:stop, kv_head] for x in (self.k, self.v))
+            s = self.q[row, i, of].astype(np.float64) @ k.T * o["sm_scale"]
             if o["logit_cap"] is not None:
                 s = o["logit_cap"] * np.tanh(s / o["logit_cap"])
             if o["relative_bias"] is not None:
-                bias = o["relative_bias"][row, i, head].astype(np.float64)
+                bias = o["relative_bias"][row, i, of].astype(np.float64)
                 distance = at - np.arange(begin, stop)
-                s = s + np.where(distance < len(bias), bias[np.minimum(distance, len(bias) - 1)], 0)
-            sink = [] if o["sinks"] is None else [float(o["sinks"][head])]
-            peak = max([*s, *sink])
-            p = np.exp(s - peak)
-            total = p.sum() + np.exp(np.array(sink) - peak).sum()
-            out[row, i, head] = p @ v / total
-            lse[row, i, head] = peak + np.log(total)
+                extent = bias.shape[1]
+                s = s + np.where(distance < extent, bias[:, np.minimum(distance, extent - 1)], 0)
+            sinks = np.full(group, -np.inf) if o["sinks"] is None else o["sinks"][of].astype(np.float64)
+            peak = np.maximum(s.max(axis=1), sinks)
+            p = np.exp(s - peak[:, None])
+            total = p.sum(axis=1) + np.exp(sinks - peak)
+            out[row, i, of] = p @ v / total[:, None]
+            lse[row, i, of] = peak + np.log(total)
         return out, lse
 
 

@@ -1,7 +1,9 @@
 """What problems of paged attention share: pages in a shuffled pool, sources that name them, and how an answer is judged."""
 
 from abc import ABC, abstractmethod
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import pytest
@@ -34,6 +36,11 @@ class PagedCase(ABC):
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """(out, lse) in f64, by the definition."""
 
+    @cached_property
+    def answer(self) -> tuple[np.ndarray, np.ndarray]:
+        """What `check` expects: of the case as it is when first asked for."""
+        return self.expected()
+
     @property
     def lse_rounding(self) -> float:
         """What lse may be off by however exact the scores are."""
@@ -61,7 +68,7 @@ class PagedCase(ABC):
         """Norm of the difference over the norm for each request, and lse; nothing visible is exactly 0 and +inf."""
         if tolerance is None:
             tolerance = 3e-3 if self.q.dtype.itemsize == 2 else 1e-5
-        want, want_lse = self.expected()
+        want, want_lse = self.answer
         np.testing.assert_array_equal(np.isposinf(lse), np.isposinf(want_lse))
         visible = np.isfinite(want_lse)
         np.testing.assert_allclose(
@@ -76,9 +83,16 @@ class PagedCase(ABC):
 
 
 def run_or_skip(must_serve, implementation: str, case: PagedCase, delivery: str = "table", **options):
-    """(out, lse) of ``case.run``; skips where the implementation declines and `must_serve` says that it may."""
-    try:
+    """(out, lse) of ``case.run``, or a skip as of `or_skip`."""
+    with or_skip(must_serve, implementation, case, delivery):
         return case.run(implementation, delivery, **options)
+
+
+@contextmanager
+def or_skip(must_serve, implementation: str, case: PagedCase, delivery: str = "table"):
+    """For a call inside: skips where the implementation declines and `must_serve` says that it may."""
+    try:
+        yield
     except NotImplementedError as reason:
         if must_serve(implementation, case, delivery):
             raise
