@@ -1,6 +1,7 @@
 """Whole decode loops on a GPU: the same tokens and log-probabilities from a unified pool and from a static split."""
 
 from dataclasses import replace
+from functools import cache
 
 import jax
 import numpy as np
@@ -55,13 +56,23 @@ def limits():
     return {k: v for k, v in LIMITS.items() if k != "max_requests"}
 
 
-@pytest.mark.parametrize("delivery", ["table", "stream", "virtual"])
-def test_unified_equals_static(model, delivery):
+@pytest.fixture(scope="module")
+def expected(model):
+    """What a roomy pool gives, by delivery: each is compiled once by the worker that has its tests."""
+    return cache(lambda delivery: generate(model, unified(model, 64), delivery))
+
+
+by_table = pytest.mark.xdist_group("decode loops by tables")
+
+
+@pytest.mark.parametrize("delivery", [pytest.param("table", marks=by_table), "stream", "virtual"])
+def test_unified_equals_static(model, expected, delivery):
     if jax.default_backend() != "gpu":
         pytest.fail("marked gpu, but JAX runs on " + jax.default_backend())
     static = StaticLayout.from_pages(model.specs, pages={"full": 64, "state": 8}, **LIMITS)
-    assert generate(model, unified(model, 64), delivery) == generate(model, static, delivery)
+    assert generate(model, static, delivery) == expected(delivery)
 
 
-def test_a_tight_pool_that_compacts_gives_the_tokens_of_a_roomy_one(model):
-    assert generate(model, unified(model, 26), "table") == generate(model, unified(model, 64), "table")
+@by_table
+def test_a_tight_pool_that_compacts_gives_the_tokens_of_a_roomy_one(model, expected):
+    assert generate(model, unified(model, 26), "table") == expected("table")

@@ -13,9 +13,12 @@ class Chunk(Case):
 
     def run(self, implementation: str | None, delivery: str = "table", extra_columns: int = 0):
         """(out, lse) as numpy arrays in f64."""
+        return self.run_on(self.pool, implementation, self.source(delivery, extra_columns))
+
+    def run_on(self, pool, implementation: str | None, source):
+        """`run` over another pool, with a source that names the same rows there."""
         offsets = [None if x is None else np.int32(x) for x in self.offsets]
-        source = self.source(delivery, extra_columns)
-        return self.call(gqa_prefill, implementation, self.q, self.pool, source, *offsets, self.q_start)
+        return self.call(gqa_prefill, implementation, self.q, pool, source, *offsets, self.q_start)
 
     @property
     def padding(self) -> np.ndarray:

@@ -58,18 +58,21 @@ def deliver(
 
 def spoil(source: ReadSource, columns: tuple[int, int]) -> ReadSource:
     """Two live columns of row 0 name nothing any more: their ids are absurd, or one of a request map and one tombstone."""
-    ps = source.page_size
+    first, second = columns
     match source:
         case PageTable():
-            return replace(source, table=source.table.at[0, jnp.array(columns)].set(ABSURD[:2]))
+            table = np.array(source.table)
+            table[0, [first, second]] = ABSURD[:2]
+            return replace(source, table=jnp.asarray(table))
         case TokenStream():
-            where = jnp.array(columns)[:, None] * ps + jnp.arange(ps)
-            return replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
+            ids, ps = np.array(source.ids), source.page_size
+            for column, absurd in zip(columns, ABSURD):
+                ids[column * ps : (column + 1) * ps] = absurd
+            return replace(source, ids=jnp.asarray(ids))
         case VirtualPages():
-            row, (first, second) = source.row_ids[0], columns
-            tombstone = source.req_to_page[row, second]
-            return replace(
-                source,
-                req_to_page=source.req_to_page.at[row, first].set(ABSURD[1]),
-                v2p=source.v2p.at[tombstone].set(-1),
-            )
+            pages, v2p = np.array(source.req_to_page), np.array(source.v2p)
+            row = np.asarray(source.row_ids)[0]
+            pages[row, first] = ABSURD[1]
+            v2p[pages[row, second]] = -1
+            return replace(source, req_to_page=jnp.asarray(pages), v2p=jnp.asarray(v2p))
+    raise TypeError(type(source))

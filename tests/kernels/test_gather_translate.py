@@ -259,7 +259,7 @@ class TestRandomBatches:
             granularity=case.granularity,
         )  # fmt: skip
         assert table.shape == ((rows_out if case.out else case.rows), case.width)
-        table = np.array(table)
+        table, tokens = np.array(table), np.asarray(tokens)
         for b in range(case.rows):
             length = min(readable(batch, case, b), case.width * case.page_size)
             assert tokens[b] == length
@@ -284,7 +284,7 @@ class TestRandomBatches:
             capacity=case.capacity, row_ids=x["row_ids"], kv_start=x["kv_start"], seq_len_delta=x["delta"],
             out=out, granularity=case.granularity,
         )  # fmt: skip
-        ids = np.array(ids)
+        ids, lengths = np.array(ids), np.asarray(lengths)
         written = np.zeros(case.capacity, bool)
         for b in range(case.rows):
             begin, end = int(batch["indptr"][b]), min(int(batch["indptr"][b + 1]), case.capacity)

@@ -1,7 +1,7 @@
 """What every implementation of paged GQA attention must do."""
 
 import dataclasses
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from pallas_kernels.read_source import PageTable
 from tests.deviceless import compile_for, requires_plugin, shape
 from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
 from tests.kernels.gqa_case import Case, make_case
-from tests.kernels.paged_case import CAPTURED, run_or_skip
+from tests.kernels.paged_case import CAPTURED, or_skip, run_or_skip
 
 IMPLEMENTATIONS = [
     "xla",
@@ -58,12 +58,7 @@ def problem(implementation: str, lengths, **options) -> Case:
 
 
 run = partial(run_or_skip, must_serve)
-
-
-def serves(implementation: str, case: Case, delivery: str = "table") -> None:
-    """For tests that call `gqa_decode` themselves: skips where `run` would."""
-    if implementation != "xla":
-        run(implementation, case, delivery)
+may_decline = partial(or_skip, must_serve)  # for tests that call `gqa_decode` themselves
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
@@ -244,21 +239,14 @@ def test_place_of_pages_does_not_matter(implementation):
 def test_bad_ids_read_the_padding_page(implementation, delivery, kv_dtype):
     """Live columns with ids that name nothing read the zero rows of page 0, never a byte outside the pool."""
     case = problem(implementation, [64, 64], kv_dtype=kv_dtype)
-    serves(implementation, case, delivery)
     bad = (1, 3)
     source = spoil(case.source(delivery), bad)
     for column in bad:
         case.k[0][column * 16 : (column + 1) * 16] = 0
         case.v[0][column * 16 : (column + 1) * 16] = 0
-    out, lse = gqa_decode(
-        jnp.asarray(case.q),
-        jnp.asarray(case.pool),
-        source,
-        *case.offsets,
-        implementation=implementation,
-        **case.options,
-    )
-    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    with may_decline(implementation, case, delivery):
+        out, lse = case.run_on(case.pool, implementation, source)
+    case.check(out, lse)
 
 
 def test_block_offsets_are_run_time_operands(implementation):
@@ -267,12 +255,12 @@ def test_block_offsets_are_run_time_operands(implementation):
         problem(implementation, EDGES, offsets=o, blocks_per_page=6, seed=o[0])
         for o in ((0, 1), (2, 3), (5, 0))
     ]
-    serves(implementation, layers[0])
     program = jax.jit(partial(gqa_decode, implementation=implementation, **layers[0].options))
     for case in layers:
         k, v = case.offsets
         arrays = jnp.asarray(case.q), jnp.asarray(case.pool), case.source("table")
-        out, lse = program(*arrays, jnp.int32(k), jnp.int32(v))
+        with may_decline(implementation, case):
+            out, lse = program(*arrays, jnp.int32(k), jnp.int32(v))
         case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
     assert program._cache_size() == 1
 
@@ -282,7 +270,6 @@ def test_small_batch_after_a_large_one(implementation, delivery):
     """One program of 8 lanes, on a GPU a captured one, of which 8, 3, 8, 1, 8 are live: lanes past the batch have length 0
     and absurd ids."""
     case = problem(implementation, [65, 1, 130, 64, 128, 7, 63, 90], window=70)
-    serves(implementation, case, delivery)
     program = jax.jit(
         partial(gqa_decode, implementation=implementation, **case.options), compiler_options=CAPTURED
     )
@@ -294,7 +281,8 @@ def test_small_batch_after_a_large_one(implementation, delivery):
             pages=np.where(lanes[:, None], case.pages, ABSURD[1]),
         )
         arrays = jnp.asarray(part.q), jnp.asarray(part.pool), part.source(delivery)
-        out, lse = program(*arrays, jnp.int32(part.offsets[0]), jnp.int32(part.offsets[1]))
+        with may_decline(implementation, case, delivery):
+            out, lse = program(*arrays, jnp.int32(part.offsets[0]), jnp.int32(part.offsets[1]))
         part.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
     assert program._cache_size() == 1
 
@@ -320,12 +308,17 @@ def test_a_distant_window_is_all_that_is_read(implementation):
     case.check(*run(implementation, case))
 
 
+@cache
+def very_long(kind: str) -> Case:
+    """Of "xla" or another. Takes seconds and half a GiB: made once by the worker that has these tests."""
+    return problem(kind, [100_000, 1, 99_999], heads=8, page_size=64, blocks_per_page=2, offsets=(0, 1))
+
+
 @pytest.mark.gpu
+@pytest.mark.xdist_group("GQA over 100,000 tokens")
 @pytest.mark.parametrize("delivery", DELIVERIES)
 def test_very_long_context(implementation, delivery):
-    case = problem(
-        implementation, [100_000, 1, 99_999], heads=8, page_size=64, blocks_per_page=2, offsets=(0, 1)
-    )
+    case = very_long("xla" if implementation == "xla" else "kernels")
     case.check(*run(implementation, case, delivery))
 
 
@@ -365,16 +358,16 @@ def test_rows_past_two_to_the_32_bytes(implementation, delivery):
     case = problem(implementation, [300, 64], page_size=64, blocks_per_page=2, offsets=(0, 1))
     page = case.pool.size // case.num_pages
     high = (6 << 30) // page  # the copy of page p lies at page `high + p`
-    pool = jnp.concatenate([jnp.zeros(high * page, jnp.uint8), jnp.asarray(case.pool)])
+    # Compiled, so that there is one pool of this size at a time.
+    fill = jax.jit(lambda last: jnp.concatenate([jnp.zeros(high * page, jnp.uint8), last]))
     absurd = np.isin(case.pages, ABSURD)
     moved = dataclasses.replace(
         case, pages=np.where(absurd, case.pages, case.pages + high), num_pages=case.num_pages + high
     )
-    serves(implementation, case, delivery)
-    out, lse = gqa_decode(
-        jnp.asarray(case.q), pool, moved.source(delivery), 0, 1, implementation=implementation, **case.options
-    )
-    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    source = moved.source(delivery)
+    with may_decline(implementation, case, delivery):
+        out, lse = case.run_on(fill(case.pool), implementation, source)
+    case.check(out, lse)
 
 
 # Errors that are known when tracing.

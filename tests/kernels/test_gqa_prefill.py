@@ -16,7 +16,7 @@ from pallas_kernels.read_source import PageTable, TokenStream, VirtualPages
 from tests.deviceless import CAPTURE_LOOPS, TARGETS, compile_for, requires_plugin, shape
 from tests.kernels.chunk_case import Chunk, make_chunk
 from tests.kernels.chunk_mosaic_interpreter import CASES
-from tests.kernels.delivered import ABSURD, DELIVERIES
+from tests.kernels.delivered import ABSURD, DELIVERIES, spoil
 from tests.kernels.own_process import output_of
 from tests.kernels.paged_case import run_or_skip
 
@@ -194,28 +194,12 @@ def test_bad_ids_read_the_padding_page(implementation, delivery, page_size):
     case = problem(implementation, [cached, cached], [24, 24], 24, page_size=page_size)
     if not must_serve(implementation, case, delivery):
         pytest.skip(f"{implementation} takes no {delivery}")
-    source = case.source(delivery)
-    bad = [1, 3]  # columns of row 0
-    match delivery:
-        case "table":
-            source = dataclasses.replace(source, table=source.table.at[0, jnp.array(bad)].set(ABSURD[:2]))
-        case "stream":
-            where = jnp.arange(4 * page_size).reshape(4, page_size)[jnp.array(bad)]
-            source = dataclasses.replace(source, ids=source.ids.at[where].set(ABSURD[:2, None]))
-        case "virtual":
-            row = source.row_ids[0]
-            tombstone = source.req_to_page[row, 3]
-            source = dataclasses.replace(
-                source,
-                req_to_page=source.req_to_page.at[row, 1].set(ABSURD[1]),
-                v2p=source.v2p.at[tombstone].set(-1),
-            )
+    bad = (1, 3)  # columns of row 0
+    source = spoil(case.source(delivery), bad)
     for column in bad:
         case.k[0][column * page_size : (column + 1) * page_size] = 0
         case.v[0][column * page_size : (column + 1) * page_size] = 0
-    arrays = jnp.asarray(case.q), jnp.asarray(case.pool), source, *case.offsets, jnp.asarray(case.q_start)
-    out, lse = gqa_prefill(*arrays, implementation=implementation, **case.options)
-    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    case.check(*case.run_on(case.pool, implementation, source))
 
 
 def test_ids_that_end_early(implementation):
@@ -266,20 +250,17 @@ def test_decode_goes_on_where_a_chunk_ended(implementation, decoder):
     last = case.kv_end - case.q_start - 1
     rows = np.arange(3)
     try:
-        step, step_lse = gqa_decode(
-            jnp.asarray(case.q[rows, last][:, None]),
-            jnp.asarray(case.pool),
-            case.source("table"),
-            *case.offsets,
-            implementation=decoder,
-            **case.options,
+        queries = case.q[rows, last][:, None]
+        offsets = map(np.int32, case.offsets)
+        step, step_lse = dataclasses.replace(case, q=queries).call(
+            gqa_decode, decoder, queries, case.pool, case.source("table"), *offsets
         )
     except NotImplementedError as reason:
         assert decoder == "mosaic"
         pytest.skip(str(reason))
-    one, other = out[rows, last], np.asarray(step, np.float64)[:, 0]
+    one, other = out[rows, last], step[:, 0]
     assert np.linalg.norm(one - other) <= 5e-3 * np.linalg.norm(other)
-    np.testing.assert_allclose(lse[rows, last], np.asarray(step_lse)[:, 0], atol=5e-3)
+    np.testing.assert_allclose(lse[rows, last], step_lse[:, 0], atol=5e-3)
 
 
 @pytest.mark.gpu
@@ -342,16 +323,13 @@ def test_rows_past_two_to_the_32_bytes(implementation, delivery):
         pytest.skip(f"{implementation} takes no {delivery}")
     page = case.pool.size // case.num_pages
     high = (6 << 30) // page  # the copy of page p lies at page `high + p`
-    pool = jnp.concatenate([jnp.zeros(high * page, jnp.uint8), jnp.asarray(case.pool)])
+    # Compiled, so that there is one pool of this size at a time.
+    fill = jax.jit(lambda last: jnp.concatenate([jnp.zeros(high * page, jnp.uint8), last]))
     absurd = np.isin(case.pages, ABSURD)
     moved = dataclasses.replace(
         case, pages=np.where(absurd, case.pages, case.pages + high), num_pages=case.num_pages + high
     )
-    # Jitted, so that the pool's view in bfloat16 is no second copy of it.
-    program = jax.jit(partial(gqa_prefill, implementation=implementation, **case.options))
-    arrays = jnp.asarray(case.q), pool, moved.source(delivery), jnp.int32(0), jnp.int32(1)
-    out, lse = program(*arrays, jnp.asarray(case.q_start))
-    case.check(np.asarray(out, np.float64), np.asarray(lse, np.float64))
+    case.check(*case.run_on(fill(case.pool), implementation, moved.source(delivery)))
 
 
 # Errors that are known when tracing.

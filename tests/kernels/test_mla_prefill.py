@@ -285,14 +285,19 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
     chunk = make_chunk(np.zeros(5, np.int32), lengths, heads=heads)
     w_uk, w_uv = jnp.asarray(chunk.w_uk), jnp.asarray(chunk.w_uv)
     packed = jnp.asarray(np.concatenate(latents))
-    k_nope = jnp.einsum("tl,hnl->thn", packed[:, :RANK], w_uk)
-    v = jnp.einsum("tl,hvl->thv", packed[:, :RANK], w_uv)
     q, rows, scale = jnp.asarray(chunk.prefill.q), chunk.prefill.rows, chunk.prefill.sm_scale
-    prefilled, lse = mla_prefill(
-        q, k_nope, packed[:, RANK:], v, rows, sm_scale=scale, implementation=implementation
-    )
 
-    stored = np.asarray(encode_rows(spec, row_bytes, packed)).view(np.uint8)
+    @jax.jit
+    def prefill(packed):
+        k_nope = jnp.einsum("tl,hnl->thn", packed[:, :RANK], w_uk)
+        v = jnp.einsum("tl,hvl->thv", packed[:, :RANK], w_uv)
+        results = mla_prefill(
+            q, k_nope, packed[:, RANK:], v, rows, sm_scale=scale, implementation=implementation
+        )
+        return *results, encode_rows(spec, row_bytes, packed)
+
+    prefilled, lse, stored = prefill(packed)
+    stored = np.asarray(stored).view(np.uint8)
     width = int(-(-lengths.max() // PAGE))
     table = rng.permutation(np.arange(1, 5 * width + 1, dtype=np.int32)).reshape(5, width)
     pool = np.full((5 * width + 1, PAGE, row_bytes), 0xFF, np.uint8)  # NaN where nothing is written
@@ -300,14 +305,16 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
         position = np.arange(lengths[b])
         pool[table[b, position // PAGE], position % PAGE] = stored[start + position]
     last = q[rows.start + rows.length - 1]
-    latent_q = jnp.einsum("rhn,hnl->rhl", last[..., :NOPE], w_uk).astype(q.dtype)
     source = PageTable(
         jnp.asarray(table), jnp.zeros(5, jnp.int32), jnp.asarray(lengths, jnp.int32), page_size=PAGE
     )
-    try:
-        out, decode_lse = mla_decode(
+
+    @jax.jit
+    def decode(last, pool):
+        latent_q = jnp.einsum("rhn,hnl->rhl", last[..., :NOPE], w_uk).astype(q.dtype)
+        out, lse = mla_decode(
             jnp.concatenate([latent_q, last[..., NOPE:]], axis=-1)[:, None],
-            jnp.asarray(pool.reshape(-1)),
+            pool,
             source,
             0,
             kv_dtype=kv_dtype,
@@ -316,11 +323,15 @@ def test_decode_continues_what_prefill_wrote(implementation, decoder, kv_dtype):
             sm_scale=scale,
             implementation=decoder,
         )
+        return jnp.einsum("rhl,hvl->rhv", out[:, 0], w_uv), lse
+
+    try:
+        decoded, decode_lse = decode(last, pool.reshape(-1))
     except NotImplementedError as reason:
         question = make_case(lengths, heads=heads, dtype="bfloat16", kv_dtype=kv_dtype, page_size=PAGE)
         assert not must_serve(decoder, question, "table")
         pytest.skip(f"{decoder} declines: {reason}")
-    decoded = np.asarray(jnp.einsum("rhl,hvl->rhv", out[:, 0], w_uv), np.float64)
+    decoded = np.asarray(decoded, np.float64)
     at = rows.start + rows.length - 1
     expected = np.asarray(prefilled[at], np.float64)
     tolerance = (
