@@ -2,7 +2,7 @@
 
 import dataclasses
 import mmap
-from functools import partial
+from functools import lru_cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -51,26 +51,27 @@ SINKS = np.linspace(-1, 2, HEADS).astype(np.float32)
 def run(cache, steps, implementations=(None, None)):
     """What every layer attends to, padding cut off, and the cache. implementations: of chunks and of single tokens."""
 
-    @jax.jit
-    def step(cache, new_len, layers):
-        tokens = layers[0][0].shape[1]
-        cache, outs = cache.begin(tokens, new_len), []
-        if implementation := implementations[tokens == 1]:
-            step = dataclasses.replace(cache.step, implementation=implementation)
-            cache = dataclasses.replace(cache, step=step)
-        for (name, layer), arrays in zip(names, layers, strict=True):
-            out, cache = cache.gqa(
-                layer, *arrays, pool=name, sm_scale=0.3, sinks=jnp.asarray(SINKS), logit_cap=20.0
-            )
-            outs.append(out)
-        return outs, cache.end()
-
-    names = [(name, layer) for name, layer, _ in steps[0][2]]
+    names = tuple((name, layer) for name, layer, _ in steps[0][2])
     found = []
-    for _, new_len, layers in steps:
-        outs, cache = step(cache, new_len, [arrays for _, _, arrays in layers])
+    for tokens, new_len, layers in steps:
+        arrays = [arrays for _, _, arrays in layers]
+        outs, cache = one_step(cache, new_len, arrays, names, implementations[tokens == 1])
         found += [np.asarray(out)[row, :n] for out in outs for row, n in enumerate(new_len)]
     return found, cache
+
+
+@partial(jax.jit, static_argnums=(3, 4))
+def one_step(cache, new_len, layers, names, implementation):
+    cache, outs = cache.begin(layers[0][0].shape[1], new_len), []
+    if implementation:
+        step = dataclasses.replace(cache.step, implementation=implementation)
+        cache = dataclasses.replace(cache, step=step)
+    for (name, layer), arrays in zip(names, layers, strict=True):
+        out, cache = cache.gqa(
+            layer, *arrays, pool=name, sm_scale=0.3, sinks=jnp.asarray(SINKS), logit_cap=20.0
+        )
+        outs.append(out)
+    return outs, cache.end()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -125,11 +126,16 @@ def test_stream_and_virtual_ids_give_the_same_bits():
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("decode", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
-@pytest.mark.parametrize("prefill", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_every_decode_goes_on_after_every_prefill(prefill, decode, dtype):
-    """Chunks by one implementation, then steps by another, against plain arrays."""
+# One worker has a dtype's pairs: three programs for chunks and three for steps serve the nine.
+PAIRED = [
+    pytest.param(dtype, marks=pytest.mark.xdist_group(f"GQA pairs over {dtype}"))
+    for dtype in ("bfloat16", "float8_e4m3fn")
+]
+
+
+@lru_cache
+def pairs(dtype):
+    """(spec, steps, what plain arrays give)"""
     heads = HeadKV(1, 2, 128, dtype), HeadKV(1, 1, 128, dtype, None, WINDOW, "swa")
     spec = CacheSpec(None, (), heads)
     steps = [
@@ -145,7 +151,15 @@ def test_every_decode_goes_on_after_every_prefill(prefill, decode, dtype):
         (tokens, new_len, [(*name, [np.asarray(x, np.float32) for x in arrays]) for *name, arrays in layers])
         for tokens, new_len, layers in steps
     ]
-    expected, _ = run(make_dense_cache(plain, ROWS, 40), rounded(in_f32, dtype))
+    return spec, steps, run(make_dense_cache(plain, ROWS, 40), rounded(in_f32, dtype))[0]
+
+
+@pytest.mark.parametrize("decode", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
+@pytest.mark.parametrize("prefill", [pytest.param("mosaic", marks=pytest.mark.gpu), *ON_CPU_AND_GPU])
+@pytest.mark.parametrize("dtype", PAIRED)
+def test_every_decode_goes_on_after_every_prefill(prefill, decode, dtype):
+    """Chunks by one implementation, then steps by another, against plain arrays."""
+    spec, steps, expected = pairs(dtype)
     try:
         found, _ = run(make_pool_cache(spec, ROWS, 40, unified=True, page_size=16), steps, (prefill, decode))
     except NotImplementedError as reason:
