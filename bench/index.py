@@ -223,9 +223,11 @@ def bench_pages(lanes: int, iters: int, peers) -> list[dict[str, Any]]:  # type:
     ]
 
 
-def bench_requests(lanes: int, iters: int, peers) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
-    """The pool's own operations, of which bind and tombstone are parts: one page more for each of `lanes` requests, and
-    the end of `lanes` requests that hold one page each. In place on a pool of one kind."""
+def bench_requests(
+    lanes: int, iters: int, peers, implementations: tuple[str, ...] = ("mosaic", "xla")
+) -> list[dict[str, Any]]:  # type: ignore[no-untyped-def]
+    """The pool's own operations: one page more for each of `lanes` requests, and the end of `lanes` requests that hold one
+    page each. In place on a pool of one kind."""
     calls = iters + 10  # the timer's warm-up among them
     layout = UnifiedLayout.from_bytes(
         (MLASpec(1, 512, 64, "bfloat16"),),
@@ -235,42 +237,48 @@ def bench_requests(lanes: int, iters: int, peers) -> list[dict[str, Any]]:  # ty
         max_tokens=64 * calls,
     )
     rows = jnp.arange(lanes, dtype=jnp.int32)
-    reserve = jax.jit(partial(requests.reserve, pages_per_row=1), donate_argnums=0)
-    release = jax.jit(requests.release, donate_argnums=0)
 
     def held(state: PoolState) -> int:
         return int(jnp.sum(state.requests.page_count))
 
-    state, answer = reserve(pool.init(layout), rows, jnp.full(lanes, 64, jnp.int32))
-    assert bool(answer.granted.all())
-    assert held(state) == lanes
-    # A state is given away by the call that changes it, so each call that is timed has one of its own.
-    small = replace(state, buffer=jnp.zeros(0, jnp.uint8))
-    spare = [jax.tree.map(jnp.copy, small) for _ in range(calls)]
-    last, ended = release(spare.pop(), rows)
-    assert bool(ended.all())
-    assert held(last) == 0
-    kept, targets = [state], iter([jnp.full(lanes, 64 * n, jnp.int32) for n in range(2, calls + 2)])
+    growing: dict[str, Callable[[], Any]] = {}
+    ending: dict[str, Callable[[], Any]] = {}
+    kept: dict[str, PoolState] = {}
+    for name in implementations:
+        reserve = jax.jit(partial(requests.reserve, pages_per_row=1, implementation=name), donate_argnums=0)
+        release = jax.jit(partial(requests.release, implementation=name), donate_argnums=0)
+        empty = pool.init(layout)
+        empty = replace(empty, buffer=jnp.zeros(0, jnp.uint8))  # which neither reads
+        state, answer = reserve(empty, rows, jnp.full(lanes, 64, jnp.int32))
+        assert bool(answer.granted.all())
+        assert held(state) == lanes
+        # A state is given away by the call that changes it, so each call that is timed has one of its own.
+        spare = [jax.tree.map(jnp.copy, state) for _ in range(calls)]
+        last, ended = release(spare.pop(), rows)
+        assert bool(ended.all())
+        assert held(last) == 0
+        kept[name], targets = state, iter([jnp.full(lanes, 64 * n, jnp.int32) for n in range(2, calls + 2)])
 
-    def grow() -> Any:
-        kept[0], answer = reserve(kept[0], rows, next(targets))
-        return answer
+        def grow(name=name, reserve=reserve, targets=targets) -> Any:
+            kept[name], answer = reserve(kept[name], rows, next(targets))
+            return answer
 
-    def end() -> Any:
-        return release(spare.pop(), rows)[1]
+        def end(spare=spare, release=release) -> Any:
+            return release(spare.pop(), rows)[1]
 
+        growing[name], ending[name] = grow, end
     times = {
-        name: timing.measure({"pool": call}, iters, peers)
-        for name, call in (("reserve", grow), ("release", end))
+        operation: timing.measure(candidates, iters, peers)
+        for operation, candidates in (("reserve", growing), ("release", ending))
     }
-    assert held(kept[0]) >= lanes * (iters + 1)
+    assert all(held(state) >= lanes * (iters + 1) for state in kept.values())
     return [dict(operation=name, lanes=lanes, times=timing.flat(t)) for name, t in times.items()]
 
 
 def show(row: dict[str, Any]) -> None:
     where = " ".join(f"{k} {v}" for k, v in row.items() if k not in ("operation", "times"))
     print(f"{row['operation']:<10}{where}")
-    best = row["times"].get("mosaic", row["times"].get("pool"))["us"]
+    best = row["times"]["mosaic"]["us"]
     for name, t in row["times"].items():
         print(
             f"    {name:<18}{t['us']:>9.2f} us  x{t['us'] / best:.2f}  {t['launches']} launches", flush=True

@@ -98,9 +98,34 @@ def store(ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
     _write(ref, index, value, live, "st.global.b32")
 
 
+def store_bool(ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+    """ref[index] = value where live, of a bool ref (a byte an element). value is a mask."""
+    _write(ref, index, value, live, "st.global.b8", element_bytes=1)
+
+
 def atomic_min(ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
     """ref[index] = min(ref[index], value) where live, one lane at a time."""
     _write(ref, index, value, live, "red.relaxed.gpu.global.min.s32")
+
+
+def atomic_add(ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+    """ref[index] += value where live, one lane at a time."""
+    _write(ref, index, value, live, "red.relaxed.gpu.global.add.s32")
+
+
+def shared_load(ref, index: jax.Array) -> jax.Array:
+    """ref[index] of an int32 ref in shared memory."""
+    return _load(ref, index, "ld.shared.b32")
+
+
+def shared_store(ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+    """ref[index] = value where live, in shared memory."""
+    _write(ref, index, value, live, "st.shared.b32")
+
+
+def shared_min(ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+    """ref[index] = min(ref[index], value) where live, one lane at a time, in shared memory."""
+    _write(ref, index, value, live, "red.shared.min.s32")
 
 
 def store_scalar(ref, index: jax.Array | int, value: jax.Array) -> None:
@@ -162,11 +187,8 @@ def block_rank(live: jax.Array, counts, warpgroups: int) -> tuple[jax.Array, jax
 
     @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=(vectors, vectors))
     def rank(_, live, counts):
-        i32, index = _i32(), ir.IndexType.get()
+        i32 = _i32()
         [(bit,)] = registers(live)
-        thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
-        warp = arith.shrui(thread, utils.c(5, i32))
-        lane = arith.andi(thread, utils.c(31, i32))
         ballot = utils.inline_ptx(
             "{ .reg .pred p; setp.ne.s32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }",
             bit, result_types=i32, has_side_effects=True, convergent=True,
@@ -174,25 +196,33 @@ def block_rank(live: jax.Array, counts, warpgroups: int) -> tuple[jax.Array, jax
         below = utils.inline_ptx("mov.u32 $0, %lanemask_lt;", result_types=i32)
         before = llvm.intr_ctpop(arith.andi(ballot, below))
 
-        with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(0, i32))):
-            vector.store(
-                vector.broadcast(ir.VectorType.get((1,), i32), llvm.intr_ctpop(ballot)),
-                counts, [arith.index_cast(index, warp)],
-            )  # fmt: skip
-
-        gpu.barrier()
-        # Every warp sums the warps' counts: lane l takes warp l.
-        own = arith.minui(lane, utils.c(warps - 1, i32))
-        [count] = [vector.load(ir.VectorType.get((1,), i32), counts, [arith.index_cast(index, own)])]
-        in_use = arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(warps, i32))
-        count = arith.select(in_use, _element(count), utils.c(0, i32))
-        earlier = arith.select(arith.cmpi(arith.CmpIPredicate.ult, lane, warp), count, utils.c(0, i32))
-        return (
-            _vector_like(live, [arith.addi(before, _warp_sum(earlier))]),
-            _vector_like(live, [_warp_sum(count)]),
-        )
+        earlier, total = _across_warps(llvm.intr_ctpop(ballot), 0, counts, warps)
+        return _vector_like(live, [arith.addi(before, earlier)]), _vector_like(live, [total])
 
     return rank(live, counts)
+
+
+def block_scan(values: jax.Array, sums, warpgroups: int) -> tuple[jax.Array, jax.Array]:
+    """Sum of the values before each lane, and of all, over the block in the order (warpgroup, lane). See `block_rank`."""
+    layout = lanes(WARPGROUP)
+    vectors = plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.int32, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()), return_type=(vectors, vectors))
+    def scan(_, values, sums):
+        [(value,)] = registers(values)
+        steps = " ".join(
+            f"shfl.sync.up.b32 y|p, $0, {distance}, 0, 0xffffffff; @p add.s32 $0, $0, y;"
+            for distance in (1, 2, 4, 8, 16)
+        )
+        through = utils.inline_ptx(
+            "{ .reg .pred p; .reg .b32 y; mov.b32 $0, $1; " + steps + " }",
+            value, result_types=_i32(), has_side_effects=True, convergent=True,
+        )  # fmt: skip
+        earlier, total = _across_warps(through, 31, sums, warpgroups * 4)
+        before = arith.addi(arith.subi(through, value), earlier)
+        return _vector_like(values, [before]), _vector_like(values, [total])
+
+    return scan(values, sums)
 
 
 def copy_within(
@@ -232,6 +262,25 @@ def copy_within(
             )  # fmt: skip
 
     copy(ref, splat(source), splat(target), offset, live)
+
+
+def _across_warps(value: ir.Value, holder: int, sums: ir.Value, warps: int) -> tuple[ir.Value, ir.Value]:
+    """Sum over the warps before this one, and over all `warps` of the block, of what lane `holder` of each has."""
+    i32, index = _i32(), ir.IndexType.get()
+    one = ir.VectorType.get((1,), i32)
+    thread = arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x))
+    warp = arith.shrui(thread, utils.c(5, i32))
+    lane = arith.andi(thread, utils.c(31, i32))
+    with utils.when(arith.cmpi(arith.CmpIPredicate.eq, lane, utils.c(holder, i32))):
+        vector.store(vector.broadcast(one, value), sums, [arith.index_cast(index, warp)])
+    gpu.barrier()
+    # Every warp sums the warps' values: lane l takes warp l.
+    own = arith.minui(lane, utils.c(warps - 1, i32))
+    count = _element(vector.load(one, sums, [arith.index_cast(index, own)]))
+    in_use = arith.cmpi(arith.CmpIPredicate.ult, lane, utils.c(warps, i32))
+    count = arith.select(in_use, count, utils.c(0, i32))
+    earlier = arith.select(arith.cmpi(arith.CmpIPredicate.ult, lane, warp), count, utils.c(0, i32))
+    return _warp_sum(earlier), _warp_sum(count)
 
 
 def _i32() -> ir.Type:
@@ -298,7 +347,9 @@ def _load(ref, index: jax.Array, instruction: str) -> jax.Array:
     return read(ref, index)
 
 
-def _write(ref, index: jax.Array, value: jax.Array, live: jax.Array, instruction: str) -> None:
+def _write(
+    ref, index: jax.Array, value: jax.Array, live: jax.Array, instruction: str, element_bytes: int = 4
+) -> None:
     layout = lanes(index.shape[0])
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout, layout))
@@ -307,7 +358,7 @@ def _write(ref, index: jax.Array, value: jax.Array, live: jax.Array, instruction
         for i, v, m in registers(index, value, live):
             utils.inline_ptx(
                 f"{instruction} [$0], $1;",
-                _address(base, i, 4),
+                _address(base, i, element_bytes),
                 v,
                 predicate=_is_live(m),
                 has_side_effects=True,

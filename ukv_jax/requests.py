@@ -12,11 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32
 
+from pallas_kernels import implementations
 from ukv_jax import chain, pool, views
 from ukv_jax.layout import PoolLayout
 from ukv_jax.pool import ACTIVE, FREE, PARKED, RELEASING, UNBOUND, PoolState, count
 
 RELEASE_CHUNK = 256  # pages a trip of a complete release
+RESERVE, RELEASE_PENDING, RELEASE = (
+    {"xla": ("ukv_jax.requests", f"_{name}"), "mosaic": ("ukv_jax.requests_gpu", name)}
+    for name in ("reserve", "release_pending", "release")
+)
 
 
 class Reserved(NamedTuple):
@@ -79,29 +84,30 @@ class _Demand(NamedTuple):
     slots: Int32[Array, " lanes"]
 
 
+def lane_demand(layout: PoolLayout, pages_per_row: int, asked, inside, status, page_count, slot, target_len):
+    """Whether a lane asks for what can never be, and the pages and slots that it lacks: elementwise, also in a kernel.
+
+    slot is not looked at where the layout has no state.
+    """
+    servable = (status == FREE) | (status == ACTIVE)
+    # Bounded before the ceiling, so that no target overflows.
+    most = layout.max_pages * tokens_per_page(layout)
+    pages = jnp.maximum(_ceil(jnp.minimum(target_len, most), layout) - page_count, 0)
+    fault = asked & (~inside | ~servable | (target_len > most) | (pages > pages_per_row))
+    good = asked & ~fault
+    slots = (good & (slot == 0)).astype(jnp.int32) if layout.state is not None else jnp.zeros_like(pages)
+    return fault, jnp.where(good, pages, 0), slots
+
+
 def _demand(state: PoolState, rows, target_len, pages_per_row: int) -> _Demand:
-    layout, r = state.layout, state.requests
+    r = state.requests
     inside, row = own_row(state, rows)
     asked = (rows != UNBOUND) & (target_len > 0)
-    servable = (r.status[row] == FREE) | (r.status[row] == ACTIVE)
-    # Bounded before the ceiling, so that no target overflows.
-    pages = jnp.maximum(
-        _ceil(jnp.minimum(target_len, layout.max_pages * tokens_per_page(layout)), layout)
-        - r.page_count[row],
-        0,
-    )
-    fault = asked & (
-        ~inside
-        | ~servable
-        | (target_len > layout.max_pages * tokens_per_page(layout))
-        | (pages > pages_per_row)
-    )
-    good = asked & ~fault
-    slots = good & (r.slots[row] == 0) if layout.state is not None else jnp.zeros_like(good)
-    return _Demand(row, asked, fault, jnp.where(good, pages, 0), slots.astype(jnp.int32))
+    lanes = r.status[row], r.page_count[row], r.slots[row], target_len
+    return _Demand(row, asked, *lane_demand(state.layout, pages_per_row, asked, inside, *lanes))
 
 
-def _chain_demand(layout: PoolLayout, pages, slots) -> tuple:
+def chain_demand(layout: PoolLayout, pages, slots) -> tuple:
     """Pages of every sub-pool: a new token page takes one of the full sub-pool and one of each window."""
     return tuple(slots if s.is_state else pages for s in layout.subpools)
 
@@ -122,9 +128,9 @@ def demand(
     The demand of the longest list of lanes that `reserve` with the same arguments would grant if nothing were in the way.
     """
     d = _demand(state, rows, target_len, pages_per_row)
-    prefixes = _chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
+    prefixes = chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
     could = _first_that_fit(chain.fits_compacted(state.layout, state.usage, prefixes), d)
-    return _chain_demand(
+    return chain_demand(
         state.layout, jnp.sum(jnp.where(could, d.pages, 0)), jnp.sum(jnp.where(could, d.slots, 0))
     )
 
@@ -137,12 +143,17 @@ def _first_that_fit(fits: Bool[Array, "..."], d: _Demand) -> Bool[Array, " lanes
 
 
 def _granted(state: PoolState, d: _Demand) -> Bool[Array, " lanes"]:
-    prefixes = _chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
+    prefixes = chain_demand(state.layout, jnp.cumsum(d.pages), jnp.cumsum(d.slots))
     return _first_that_fit(chain.plan(state.layout, state.usage, prefixes)[0], d)
 
 
 def reserve(
-    state: PoolState, rows: Int32[Array, " lanes"], target_len: Int32[Array, " lanes"], *, pages_per_row: int
+    state: PoolState,
+    rows: Int32[Array, " lanes"],
+    target_len: Int32[Array, " lanes"],
+    *,
+    pages_per_row: int,
+    implementation: str | None = None,
 ) -> tuple[PoolState, Reserved]:
     """Takes the pages (and the state slot) that each row lacks to hold `target_len` tokens in all.
 
@@ -154,16 +165,23 @@ def reserve(
       rows: request rows, -1 in idle lanes.
       target_len: tokens that the row shall be able to hold; 0 or less asks for nothing.
       pages_per_row: static bound of the new pages of one row in this call; more is a fault.
+      implementation: "xla", "mosaic" (one kernel; up to 1024 lanes and rows), or None for xla.
 
     Faults: a row outside the maps, PARKED or RELEASING; a target beyond max_tokens; more than pages_per_row new pages.
     """
     if pages_per_row < 1:
         raise ValueError(f"pages_per_row must be at least 1, got {pages_per_row}")
+    return implementations.run("reserve", RESERVE, implementation or "xla")(
+        state, rows, target_len, pages_per_row
+    )
+
+
+def _reserve(state: PoolState, rows, target_len, pages_per_row: int) -> tuple[PoolState, Reserved]:
     layout = state.layout
     d = _demand(state, rows, target_len, pages_per_row)
     granted = _granted(state, d)
     pages, slots = jnp.where(granted, d.pages, 0), jnp.where(granted, d.slots, 0)
-    total = _chain_demand(layout, jnp.sum(pages), jnp.sum(slots))
+    total = chain_demand(layout, jnp.sum(pages), jnp.sum(slots))
     _, growth = chain.plan(layout, state.usage, total)
 
     lanes = min(rows.shape[0] * pages_per_row, layout.max_requests * layout.max_pages)
@@ -271,11 +289,16 @@ def pending(state: PoolState) -> Bool[Array, ""]:
     return jnp.any(state.requests.status == RELEASING)
 
 
-def release_pending(state: PoolState, *, max_pages: int) -> PoolState:
+def release_pending(state: PoolState, *, max_pages: int, implementation: str | None = None) -> PoolState:
     """Takes at most `max_pages` pages (static) from RELEASING rows; a row without pages gives its slot back and is FREE.
 
     A flat worklist over all releasing rows, pages of a row from its end. Costs max_requests + max_pages, not the pool.
+    implementation: "xla", "mosaic" (one kernel; up to 1024 rows and pages), or None for xla.
     """
+    return implementations.run("release_pending", RELEASE_PENDING, implementation or "xla")(state, max_pages)
+
+
+def _release_pending(state: PoolState, max_pages: int) -> PoolState:
     layout, r = state.layout, state.requests
     todo = jnp.where(r.status == RELEASING, r.page_count, 0)
     live, row, nth = _spread(todo, max_pages)
@@ -319,13 +342,20 @@ def release_pending(state: PoolState, *, max_pages: int) -> PoolState:
     return count(replace(state, subpools=tuple(pools), requests=new), faults=faults)
 
 
-def release(state: PoolState, rows: Int32[Array, " lanes"]) -> tuple[PoolState, Bool[Array, " lanes"]]:
+def release(
+    state: PoolState, rows: Int32[Array, " lanes"], *, implementation: str | None = None
+) -> tuple[PoolState, Bool[Array, " lanes"]]:
     """Ends requests and takes all their pages, in chunks. Rows that are FREE or RELEASING count as faults.
 
+    implementation: "xla", "mosaic" (one kernel; up to 1024 lanes and rows), or None for xla.
     Returns the state and which rows it ended.
     """
+    return implementations.run("release", RELEASE, implementation or "xla")(state, rows)
+
+
+def _release(state: PoolState, rows) -> tuple[PoolState, Bool[Array, " lanes"]]:
     state, ended = mark_release(state, rows)
-    state = lax.while_loop(pending, lambda s: release_pending(s, max_pages=RELEASE_CHUNK), state)
+    state = lax.while_loop(pending, lambda s: _release_pending(s, RELEASE_CHUNK), state)
     return state, ended
 
 
