@@ -18,6 +18,7 @@ STOREYS = [
     ["views"],
     ["pool"],
     ["requests", "compaction"],
+    ["requests_gpu"],
     ["translator", "verify", "inspect"],
     ["attention"],
     ["models", "sampling"],

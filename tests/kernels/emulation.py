@@ -74,6 +74,14 @@ def atomic_min(ref: Ref, index: jax.Array, value: jax.Array, live: jax.Array) ->
         np.minimum.at(ref.data, index, value)
 
 
+def atomic_add(ref: Ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+    live = np.asarray(live) != 0
+    index, value = np.asarray(index)[live], np.asarray(value)[live]
+    _inside(ref, index)
+    with _here.block.lock:
+        np.add.at(ref.data, index, value)
+
+
 def store_scalar(ref: Ref, index: Any, value: Any) -> None:
     store(ref, np.array([index]), np.array([value]), np.array([1]))
 
@@ -119,6 +127,10 @@ def block_rank(live: jax.Array, counts: Any, warpgroups: int) -> tuple[jax.Array
     return jnp.asarray(rank, jnp.int32), jnp.full(len(live), total, jnp.int32)
 
 
+def block_scan(values: jax.Array, sums: Any, warpgroups: int) -> tuple[jax.Array, jax.Array]:
+    return block_rank(values, sums, warpgroups)
+
+
 def launch(body, *, inputs, in_place, outputs, grid, warpgroups=1, scratch=None) -> dict[str, Any]:  # type: ignore[no-untyped-def]
     refs = jax.tree.map(lambda x: Ref(np.array(x)), {**inputs, **in_place})
     refs |= jax.tree.map(lambda x: Ref(np.full(x.shape, POISON, x.dtype)), dict(outputs))
@@ -127,13 +139,14 @@ def launch(body, *, inputs, in_place, outputs, grid, warpgroups=1, scratch=None)
     random.Random(0).shuffle(blocks)
     for block in blocks:
         shared, failures = _Block(warpgroups), []
+        memory = {name: Ref(np.full(x.shape, POISON, x.dtype)) for name, x in (scratch or {}).items()}
 
-        def run(warpgroup: int, block=block, shared=shared, failures=failures) -> None:
+        def run(warpgroup: int, block=block, shared=shared, failures=failures, memory=memory) -> None:
             _here.block = shared
             _here.axes = dict(zip(grid, block, strict=True)) | {"warpgroup": warpgroup}
             try:
                 with jax.disable_jit():
-                    body(refs, **dict.fromkeys(scratch or {}))
+                    body(refs, **memory)
             except BaseException as error:
                 failures.append(error)
                 shared.barrier.abort()
@@ -156,9 +169,16 @@ def emulated() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for function in (load, store, atomic_min, store_scalar, store_quads, copy_within):
             patch.setattr(gmem, function.__name__, function)
-        for function in (block_barrier, block_rank, launch):
+        for function in (atomic_add, block_barrier, block_rank, block_scan, launch):
             patch.setattr(gmem, function.__name__, function)
-        patch.setattr(gmem, "load_coherent", load)
+        for name, function in (
+            ("load_coherent", load),
+            ("store_bool", store),
+            ("shared_load", load),
+            ("shared_store", store),
+            ("shared_min", atomic_min),
+        ):
+            patch.setattr(gmem, name, function)
         patch.setattr(gmem, "iota", lambda count: jnp.arange(count, dtype=jnp.int32))
         patch.setattr(gmem, "splat", lambda value: jnp.full((gmem.WARPGROUP,), value, jnp.int32))
         patch.setattr(implementations, "device", SimpleNamespace(target=lambda: ("cuda", (9, 0))))
