@@ -3,6 +3,7 @@ tools/make_golden_falcon_h1.py)."""
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
@@ -35,6 +36,26 @@ def test_logits_layers_and_tokens(model, kind):
 def test_bfloat16_stays_near(model):
     golden, found = parity.load_golden(model), parity.run(model, CACHES["dense"], "bfloat16")
     assert parity.relative(found.logits, golden["logits"]) <= 0.1
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory):
+    """Qwen3.5 whose config wants the recurrent state in bfloat16: transformers keeps float32 whatever it says."""
+    directory = tmp_path_factory.mktemp("narrow")
+    for file in ("model.safetensors", "golden.npz"):
+        (directory / file).symlink_to(parity.GOLDEN / "qwen3_5" / file)
+    config = json.loads((parity.GOLDEN / "qwen3_5" / "config.json").read_text())
+    config["text_config"]["mamba_ssm_dtype"] = "bfloat16"
+    (directory / "config.json").write_text(json.dumps(config))
+    return str(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.exact
+def test_a_state_in_bfloat16_stays_near_and_is_the_same_from_both_pools(narrow):
+    golden, static = parity.load_golden(narrow), run(narrow, "static-table")
+    assert 1e-4 < parity.relative(static.logits, golden["logits"]) <= 2e-2
+    parity.check_same_bits(run(narrow, "unified-table"), static)
 
 
 @pytest.mark.parametrize(("model", "kind"), [on_pools(m, c) for m, c in RUNS if c.startswith("unified")])

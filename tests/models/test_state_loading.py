@@ -92,6 +92,14 @@ def test_the_published_qwen_config(tmp_path):
     )
 
 
+def test_the_state_is_kept_in_the_dtype_that_the_config_says(tmp_path):
+    """Beside it the convolution's inputs, in the model's own."""
+    changed = QWEN | {"text_config": QWEN["text_config"] | {"mamba_ssm_dtype": "bfloat16"}}
+    config = load_config(write_config(tmp_path / "model", changed))
+    conv, recurrent = cache_spec(config, "float32").state
+    assert (conv.dtype, recurrent.dtype) == ("float32", "bfloat16")
+
+
 def test_text_alone_and_the_usual_pattern_of_layers(tmp_path):
     published = load_config(write_config(tmp_path / "a", QWEN))
     text = {k: v for k, v in QWEN["text_config"].items() if k != "layer_types"}
@@ -199,7 +207,7 @@ def moe_config(**changes):
         (text_config(linear_num_value_heads=24), "linear_num_value_heads 24 is not a multiple"),
         (text_config(num_key_value_heads=3), "num_attention_heads 8 is not a multiple of num_key_value_heads 3"),
         (text_config(rope_parameters={"rope_type": "longrope"}), "rope_type 'longrope' is not implemented"),
-        (text_config(mamba_ssm_dtype="bfloat16"), "mamba_ssm_dtype = 'bfloat16' is not implemented"),
+        (text_config(mamba_ssm_dtype="float16"), "mamba_ssm_dtype = 'float16' is not implemented"),
         (moe_config(shared_expert_intermediate_size=300), "300 is not a multiple of moe_intermediate_size 512"),
         (moe_config(num_experts_per_tok=9), "9 experts a token wanted"),
         (moe_config(mlp_only_layers=[0]), "mlp_only_layers = [0] is not implemented"),

@@ -87,13 +87,15 @@ class KDAConfig:
 
 @dataclass(frozen=True)
 class GDNConfig:
-    """Gated delta net (arXiv 2412.06464): num_k_heads divides num_v_heads."""
+    """Gated delta net (arXiv 2412.06464): num_k_heads divides num_v_heads. state_dtype: what the recurrent state is kept
+    in; a step computes in float32 all the same."""
 
     num_k_heads: int
     num_v_heads: int
     k_head_dim: int
     v_head_dim: int
     conv_kernel: int
+    state_dtype: Literal["float32", "bfloat16"] = "float32"
 
     @property
     def conv_channels(self) -> int:

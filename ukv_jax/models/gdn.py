@@ -18,9 +18,10 @@ from ukv_jax.models.short_conv import short_conv
 
 def state_parts(config: GDNConfig, layers: int, dtype: str) -> tuple[StatePart, ...]:
     """What `layers` layers keep of each request."""
+    piece = (config.k_head_dim, config.v_head_dim)
     return (
         StatePart("conv", layers, config.conv_kernel - 1, (config.conv_channels,), dtype),
-        StatePart("recurrent", layers, config.num_v_heads, (config.k_head_dim, config.v_head_dim), "float32"),
+        StatePart("recurrent", layers, config.num_v_heads, piece, config.state_dtype),
     )
 
 
@@ -33,7 +34,7 @@ def attend(
     cache: Any,
 ) -> tuple[Float[Array, "rows tokens hidden"], Any]:
     """The whole layer, over state parts conv [rows, kernel - 1, q, k and v channels] (inputs of the convolution, model dtype)
-    and recurrent [rows, num_v_heads, k_head_dim, v_head_dim] (float32) of `layer`.
+    and recurrent [rows, num_v_heads, k_head_dim, v_head_dim] (config.state_dtype) of `layer`.
 
     Tokens beyond cache.new_len change neither state nor the outputs of valid tokens; a row with new_len 0 keeps its state
     bit for bit.

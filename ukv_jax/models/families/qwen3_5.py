@@ -64,7 +64,6 @@ def _read(top: ConfigReader, family: str) -> ModelConfig:
     layers, gqa, gdn = reader.positive("num_hidden_layers"), _attention(reader), _delta_net(reader)
     moe = _moe(reader) if family == "qwen3_5_moe" else None
     reader.only("hidden_act", "silu")
-    reader.only("mamba_ssm_dtype", "float32")
     reader.only("mlp_only_layers", [])
     mixers = _mixers(reader, layers)
     config = ModelConfig(
@@ -105,12 +104,14 @@ def _attention(reader: ConfigReader) -> GQAConfig:
 
 
 def _delta_net(reader: ConfigReader) -> GDNConfig:
+    reader.only("mamba_ssm_dtype", "float32", "bfloat16")
     gdn = GDNConfig(
         num_k_heads=reader.positive("linear_num_key_heads"),
         num_v_heads=reader.positive("linear_num_value_heads"),
         k_head_dim=reader.positive("linear_key_head_dim"),
         v_head_dim=reader.positive("linear_value_head_dim"),
         conv_kernel=reader.positive("linear_conv_kernel_dim"),
+        state_dtype=reader.get("mamba_ssm_dtype", default="float32"),
     )
     if gdn.num_v_heads % gdn.num_k_heads:
         raise reader.fail(
