@@ -165,15 +165,13 @@ def reserve(
       rows: request rows, -1 in idle lanes.
       target_len: tokens that the row shall be able to hold; 0 or less asks for nothing.
       pages_per_row: static bound of the new pages of one row in this call; more is a fault.
-      implementation: "xla", "mosaic" (one kernel; up to 1024 lanes and rows), or None for xla.
+      implementation: "xla", "mosaic" (one kernel; up to 1024 lanes and rows), or None for the best on the default device.
 
     Faults: a row outside the maps, PARKED or RELEASING; a target beyond max_tokens; more than pages_per_row new pages.
     """
     if pages_per_row < 1:
         raise ValueError(f"pages_per_row must be at least 1, got {pages_per_row}")
-    return implementations.run("reserve", RESERVE, implementation or "xla")(
-        state, rows, target_len, pages_per_row
-    )
+    return implementations.run("reserve", RESERVE, implementation)(state, rows, target_len, pages_per_row)
 
 
 def _reserve(state: PoolState, rows, target_len, pages_per_row: int) -> tuple[PoolState, Reserved]:
@@ -293,9 +291,9 @@ def release_pending(state: PoolState, *, max_pages: int, implementation: str | N
     """Takes at most `max_pages` pages (static) from RELEASING rows; a row without pages gives its slot back and is FREE.
 
     A flat worklist over all releasing rows, pages of a row from its end. Costs max_requests + max_pages, not the pool.
-    implementation: "xla", "mosaic" (one kernel; up to 1024 rows and pages), or None for xla.
+    implementation: "xla", "mosaic" (one kernel; up to 1024 rows and pages), or None for the best on the default device.
     """
-    return implementations.run("release_pending", RELEASE_PENDING, implementation or "xla")(state, max_pages)
+    return implementations.run("release_pending", RELEASE_PENDING, implementation)(state, max_pages)
 
 
 def _release_pending(state: PoolState, max_pages: int) -> PoolState:
@@ -347,10 +345,10 @@ def release(
 ) -> tuple[PoolState, Bool[Array, " lanes"]]:
     """Ends requests and takes all their pages, in chunks. Rows that are FREE or RELEASING count as faults.
 
-    implementation: "xla", "mosaic" (one kernel; up to 1024 lanes and rows), or None for xla.
+    implementation: "xla", "mosaic" (one kernel; up to 1024 lanes and rows), or None for the best on the default device.
     Returns the state and which rows it ended.
     """
-    return implementations.run("release", RELEASE, implementation or "xla")(state, rows)
+    return implementations.run("release", RELEASE, implementation)(state, rows)
 
 
 def _release(state: PoolState, rows) -> tuple[PoolState, Bool[Array, " lanes"]]:

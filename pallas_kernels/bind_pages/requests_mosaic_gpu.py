@@ -236,6 +236,7 @@ def release(
         status, held = gmem.load(r.status, own), gmem.load(r.page_count, own)
         slot = gmem.load(r.slots, own) if rules.state is not None else None
         tops = tuple((q.hole_count[0], q.free_count[0]) for q in p)
+        sizes = [q.high[0] - q.low[0] for q in p]
         faults = gmem.splat(0)
         if rows is not None:
             in_list = me < lanes
@@ -311,7 +312,7 @@ def release(
             if not kind.pages_are_ids:
                 # The last live page gone, the band is empty again and so are its holes.
                 holes = hole_top + pushed[i]
-                empty = p[i].high[0] - p[i].low[0] == holes
+                empty = sizes[i] == holes
                 if rows is not None:
                     empty &= rows_left > 0
                 gmem.store(p[i].hole_count, nothing, jnp.where(empty, 0, holes), gmem.mask(leader))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,8 @@ from pallas_kernels.move_pages import move_pages
 from tests.kernels import chunk_case, gqa_case, mla_case, prefill_case, test_grouped_matmul, test_state_step
 from tests.kernels.test_bind_pages import VIRTUAL, random_maps, tombstone_in_python
 from tests.kernels.test_move_pages import moved
+from tests.pool import test_requests_gpu
+from ukv_jax import pool, requests
 
 LENGTHS = [0, 1, 63, 64, 65, 200]
 
@@ -90,6 +93,19 @@ def maps(implementation: str) -> None:
     np.testing.assert_array_equal(bound[pages[0]], pages[1])
 
 
+def whole_requests(implementation: str) -> None:
+    """Reserve and release, whole: several warpgroups and trips, and a pool too small for all."""
+    rows = 200
+    state, every = pool.init(test_requests_gpu.many(rows)), jnp.arange(rows, dtype=jnp.int32)
+    check = partial(test_requests_gpu.check, implementation)
+    state, _ = check(requests.reserve, state, every, 4 + every % 31, pages_per_row=8)
+    state, _ = check(requests.reserve, state, every, 4 + every % 31, pages_per_row=1)
+    state, _ = requests.mark_release(state, every[::2])
+    state = check(requests.release_pending, state, max_pages=64)
+    state, _ = check(requests.release, state, every[1::2])
+    assert not int(state.requests.page_count.sum())
+
+
 def moves(implementation: str) -> None:
     rng = np.random.default_rng(2)
     for page, block, pages in ((96, 32, 40), (27, 9, 40), (20_480, 4096, 9)):
@@ -138,6 +154,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-chunk": (mla_chunk, ("mosaic",)),
     "index": (index, ("mosaic",)),
     "maps": (maps, ("mosaic",)),
+    "requests": (whole_requests, ("mosaic",)),
     "moves": (moves, ("mosaic",)),
     "delta": (state, ("mosaic", "kda", "kda in two parts", "gdn")),
     "ssm": (state, ("mosaic", "mamba2", "mamba2 bfloat16")),

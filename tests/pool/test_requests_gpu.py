@@ -15,8 +15,11 @@ from tests.pool.cases import LANES, LAYOUTS, MAX_REQUESTS, ints, operations
 from ukv_jax import pool, requests
 from ukv_jax.layout import MLASpec, UnifiedLayout
 
-IMPLEMENTATIONS = ("emulated", pytest.param("mosaic", marks=pytest.mark.gpu))
-every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+def cases_of(*emulated, gpu):
+    """(implementation, case): on a GPU some cases, since each compiles a dozen programs."""
+    on_gpu = [pytest.param("mosaic", case, marks=pytest.mark.gpu) for case in gpu]
+    return [("emulated", case) for case in emulated] + on_gpu
 
 
 def run(implementation: str, function, *args, **static):
@@ -108,9 +111,10 @@ class Life:
         self.state, _ = self.do.attach(self.state, ints(rows), ints(pages), ints(length))
 
 
-@every_implementation
 @pytest.mark.long
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "implementation, name", cases_of(*LAYOUTS, gpu=["mla_state_dcp", "two_floats", "static"])
+)
 def test_a_random_life(implementation, name):
     life = Life(name, len(name))
     test = partial(check, implementation)
@@ -135,9 +139,8 @@ def spoiled(state, rng):
     return replace(state, requests=replace(r, pages=ints(np.where(spoil, odd, pages))))
 
 
-@every_implementation
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mla", "state_swa_full"])
+@pytest.mark.parametrize("implementation, name", cases_of("mla", "state_swa_full", gpu=["two_floats"]))
 def test_broken_request_maps(implementation, name):
     """Ids out of range, holes, pages named again and again: faults are counted alike."""
     for seed in range(3):
@@ -145,8 +148,8 @@ def test_broken_request_maps(implementation, name):
         life.state = life.do.reserve(life.state, ints([0, 1, 2, 3]), ints([16, 12, 9, 5]))[0]
         state, _ = life.do.mark_release(spoiled(life.state, life.rng), ints([0, 1, 2, 3]))
         counted = int(state.counters.faults)
-        for max_pages in (1, 5):
-            state = check(implementation, requests.release_pending, state, max_pages=max_pages)
+        for _ in range(2):
+            state = check(implementation, requests.release_pending, state, max_pages=3)
         state, _ = check(implementation, requests.release, state, ints([5, -1, 3, 0]))
         assert int(state.counters.faults) > counted
 
@@ -158,8 +161,7 @@ def many(rows: int) -> UnifiedLayout:
     )
 
 
-@every_implementation
-@pytest.mark.parametrize("rows", [256, 1000])
+@pytest.mark.parametrize("implementation, rows", cases_of(256, 1000, gpu=[256]))
 def test_many_requests(implementation, rows):
     """Several warpgroups, several trips, and a pool that is short for the last lanes."""
     rng = np.random.default_rng(rows)
@@ -172,7 +174,7 @@ def test_many_requests(implementation, rows):
     assert 0 < int(got.granted.sum()) < rows
     ends = ints(np.where(rng.random(rows) < 0.5, rng.permutation(rows), -1))
     state, _ = test(requests.release, state, ends)
-    state, _ = test(requests.reserve, state, every, jnp.full(rows, 25, jnp.int32), pages_per_row=7)
+    state, _ = test(requests.reserve, state, every, jnp.full(rows, 25, jnp.int32), pages_per_row=8)
     state, _ = requests.mark_release(state, every)
     state = test(requests.release_pending, state, max_pages=1000)
     state, _ = test(requests.release, state, every)
