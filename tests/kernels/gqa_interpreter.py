@@ -45,6 +45,9 @@ CASES = {
         sinks=True,
         delivery="stream",
     ),
+    "two blocks of a cluster, each with half of the heads": dict(
+        heads=16, kv_heads=8, head_dim=64, page_size=64, sinks=True, blocks=4
+    ),
     "wide V in two parts, behind K": dict(heads=8, kv_heads=1, head_dim=96, v_head_dim=512, page_size=16),
 }
 
@@ -75,7 +78,7 @@ def main() -> None:
     mosaic_gpu.add_bias = add_bias
     for name in sys.argv[1:] or CASES:
         problem = {"lengths": LENGTHS, "dtype": "bfloat16", "delivery": "virtual"} | CASES[name]
-        delivery = problem.pop("delivery")
+        delivery, blocks = problem.pop("delivery"), problem.pop("blocks", 3)
         case = make_case(**problem)
         options = {
             key: jnp.asarray(value) if isinstance(value, np.ndarray) else value
@@ -88,7 +91,7 @@ def main() -> None:
                 case.source(delivery),
                 jnp.int32(case.offsets[0]),
                 None if case.offsets[1] is None else jnp.int32(case.offsets[1]),
-                config=mosaic_gpu.TuningConfig(blocks=3),
+                config=mosaic_gpu.TuningConfig(blocks=blocks),
                 **options,
             )
             out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
