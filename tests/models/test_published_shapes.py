@@ -1,4 +1,4 @@
-"""Which kernels serve the published models on a Hopper GPU, and that they give what XLA gives there.
+"""Which kernels serve the published models on a Hopper GPU, and that they give there what XLA gives, from both kinds of pool.
 
 One layer of every kind that a published config has, at its own widths and in bfloat16, over pages of 64 and by table: two
 chunks of a prompt, then a decode step. MLPs and vocabulary are small ones.
@@ -111,17 +111,21 @@ def test_what_is_chosen(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MODELS)
-def test_it_serves_and_gives_what_xla_gives(name, tmp_path):
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name != "DeepSeek-V2-Lite"]
+)  # its kernels are Kimi's
+def test_both_pools_give_the_same_bits_and_what_xla_gives(name, tmp_path):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU")
     config, (_, decode, chunk) = published(name, tmp_path), MODELS[name]
     params = random_params(config)
-    found, served = run(config, params, None)
+    unified, served = run(config, params, None)
     assert served == [chunk, set(), decode]  # the second chunk runs the first one's program
-    expected, _ = run(config, params, "xla")
-    for ours, xla in zip(found, expected, strict=True):
-        assert np.linalg.norm(ours - xla) <= 2e-2 * np.linalg.norm(xla)
+    static, _ = run(config, params, None, unified=False)
+    xla, _ = run(config, params, "xla")
+    for ours, twin, want in zip(unified, static, xla, strict=True):
+        assert ours.tobytes() == twin.tobytes()
+        assert np.linalg.norm(ours - want) <= 2e-2 * np.linalg.norm(want)
 
 
 def random_params(config):
@@ -133,10 +137,11 @@ def random_params(config):
     return jax.jit(lambda: tree.unflatten(map(fill, range(len(leaves)), leaves)))()
 
 
-def run(config, params, implementation):
+def run(config, params, implementation, *, unified=True):
     """Logits of every step's valid tokens, and what served in its trace."""
     rng = np.random.default_rng(0)
-    cache = make_pool_cache(cache_spec(config), ROWS, 3 * CHUNK, unified=True, implementation=implementation)
+    options = dict(unified=unified, implementation=implementation)
+    cache = make_pool_cache(cache_spec(config), ROWS, 3 * CHUNK, **options)
     step, found, traced = jax.jit(step_of(config)), [], []
     for tokens, lengths in ((CHUNK, (CHUNK, 65)), (CHUNK, (CHUNK, 7)), (1, (1, 1))):
         ids = jnp.asarray(rng.integers(0, 64, (ROWS, tokens)), jnp.int32)
