@@ -99,12 +99,14 @@ class Call:
         num_threads: int,
         slots: int,
         scratch_types,
+        extra=(),
         pool=None,
         merge=mosaic_merge.merge,
     ):
         """Launches ``kernel(block, *scratch)`` and the merge: (out, lse) of ``rows * queries`` lines.
 
         `part`: the array for parts of cut rows. `scratch_types`: first the block's own, from `kv_smem` to `share_ready`.
+        `extra`: further arrays that the block's class and the merge know, behind the others.
         `pool`: as the kernel sees it, if not as it is here. `merge`: of parts in that array, called as `mosaic_merge.merge`.
         """
         array = jax.ShapeDtypeStruct
@@ -112,8 +114,10 @@ class Call:
 
         def body(q, pool, offset, *rest):
             ranges, ids = rest[: len(self.ranges)], rest[len(self.ranges) : inputs]
-            outputs, scratch = rest[inputs : inputs + 5], rest[inputs + 5 :]
-            block = block_type(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5])
+            first_extra = inputs + 5
+            outputs, scratch = rest[inputs:first_extra], rest[first_extra + len(extra) :]
+            more = rest[first_extra : first_extra + len(extra)]
+            block = block_type(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5], *more)
             kernel(block, *scratch[5:])
 
         launch = plgpu.kernel(
@@ -124,6 +128,7 @@ class Call:
                 part,
                 array((2 * self.groups * self.queries,), jnp.float32),
                 array((self.rows if self.leads_by_row else self.groups, 3), jnp.int32),
+                *extra,
             ],
             grid=(self.groups, self.q_tiles),
             grid_names=("group", "q_tile"),
@@ -137,8 +142,10 @@ class Call:
             ),
         )
         pool = self.pool if pool is None else pool
-        out, lse, part, part_lse, leads = launch(self.q, pool, self.block_offset, *self.ranges, *self.ids)
-        return merge(out, lse, part, part_lse, leads, queries=self.queries, groups=self.groups)
+        out, lse, part, part_lse, leads, *more = launch(
+            self.q, pool, self.block_offset, *self.ranges, *self.ids
+        )
+        return merge(out, lse, part, part_lse, leads, *more, queries=self.queries, groups=self.groups)
 
 
 @dataclass(frozen=True)
@@ -218,10 +225,11 @@ class Block:
         slot = jnp.where(start == 0, self.call.groups + self.group, self.group)
         return (start == 0) & (stop == tiles), slot
 
-    def begin_loading(self, registers: int, **options) -> None:
+    def begin_loading(self, registers: int, launch_merge: bool = True, **options) -> None:
         """What the warpgroup that loads does first: finds the share, gives registers away. `options`: of `find_share`."""
         call = self.call
-        plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
+        if launch_merge:  # as soon as blocks leave
+            plgpu.griddepcontrol_launch_dependents()
         mosaic_schedule.find_share(
             self.ranges,
             call.rows,

@@ -12,13 +12,15 @@ numbers.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule, mosaic_signals
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, Block, Call, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
 from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
@@ -121,6 +123,7 @@ class FewCall(Call):
                 barrier(),
                 barrier(num_arrivals=2),
             ],
+            extra=[jax.ShapeDtypeStruct((2 * self.groups,), jnp.int32)],
             pool=self.pool.reshape(-1, width) if self.single else None,
             merge=mosaic_parts.merge,
         )
@@ -131,6 +134,21 @@ class FewBlock(Block):
     """`kv_smem` holds the boxes of V, and `kv_ready` has a barrier for each box of a slot, the one behind V last."""
 
     call: FewCall
+    counts: Any = None  # of the warpgroups that have left their half of a part, for each slot
+
+    def begin_records(self, share) -> None:
+        """All leads, for the merge is launched behind this and does not wait for the kernel's end."""
+        call = self.call
+        self.counts[self.group], self.counts[call.groups + self.group] = jnp.int32(0), jnp.int32(0)
+        super().begin_records(share)
+
+        @pl.loop(share.first, jnp.minimum(share.last + 1, call.rows if call.leads_by_row else 0))
+        def visit(b):
+            _, tiles = mosaic_schedule.tile_range(*self.visible(b))
+            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+            pl.when(stop > start)(lambda: self.record(share, b, start, stop, tiles))
+
+        mosaic_signals.launch_merge()
 
     def visible(self, b):
         first, stop = super().visible(b)
@@ -153,7 +171,7 @@ class FewBlock(Block):
         stream = {}
         if isinstance(call.source, TokenStream):
             stream = {"indptr_ref": self.ids[1], "capacity": self.ids[0].shape[0]}
-        self.begin_loading(registers=40, overhead=_ROW, **stream)
+        self.begin_loading(registers=40, launch_merge=False, overhead=_ROW, **stream)
 
         def segment(b, start, stop, first_tile, tiles, carry):
             n, k = carry
@@ -316,7 +334,6 @@ def _kernel(
             ]
 
         def segment(b, start, stop, first_tile, tiles, n):
-            pl.when(left)(lambda: block.record(share, b, start, stop, tiles))
             whole, part_slot = block.destination(start, stop, tiles)
 
             def one(i, carry):
@@ -370,6 +387,7 @@ def _kernel(
                     lambda: store_vector(block.part_lse, lse, block.line(part_slot), queries)
                 )
 
+            pl.when(jnp.logical_not(whole))(lambda: mosaic_signals.tell(block.counts, part_slot))
             return n
 
         block.for_segments(share, segment, jnp.int32(0))

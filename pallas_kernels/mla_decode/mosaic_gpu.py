@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import paged_mosaic
-from pallas_kernels.mla_decode import mosaic_few, mosaic_gather, mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_few, mosaic_gather, mosaic_merge, mosaic_schedule, mosaic_signals
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
     fold,
@@ -172,7 +172,7 @@ def _decode(
         take = lambda n: [next(remaining) for _ in range(n)]
         q_ref, pool_ref, offset_ref = take(3)
         range_refs, id_refs = take(len(ranges)), take(len(ids))
-        out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)
+        out_ref, lse_ref, part_ref, part_lse_ref, lead_ref, counts_ref = take(6)
         v_smem, rest_smem, q_v_smem, q_rest_smem, factor_smem, share_smem = take(6)
         inverse_smem = factor_smem.at[SLOTS]
         share_ready, v_ready, rest_ready, v_free, rest_free = take(5)
@@ -285,7 +285,6 @@ def _decode(
 
         @pl.when(role == _LOAD)
         def load():
-            plgpu.griddepcontrol_launch_dependents()  # the merge may be launched as soon as blocks leave
             mosaic_schedule.find_share(
                 range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q,
                 indptr_ref=id_refs[1] if stream else None, capacity=columns,
@@ -481,6 +480,7 @@ def _decode(
                     store_rows(
                         part_lse_ref, jnp.where(seen, lse, -jnp.inf), slot * queries + q_tile * M, live_rows
                     )
+                    mosaic_signals.tell(counts_ref, slot * q_tiles + q_tile)
 
                 return n
 
@@ -496,6 +496,16 @@ def _decode(
             # These warpgroups have time at the start, the scores have none.
             if not leads_by_row:
                 write_lead_of_group(share)
+            else:
+
+                @pl.loop(share.first, jnp.minimum(share.last + 1, rows))
+                def lead_of_row(b):
+                    _, tiles = mosaic_schedule.tile_range(*visible(b))
+                    start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
+                    pl.when((start == 0) & (stop > start))(
+                        lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last)
+                    )
 
             def empty(b):
                 if leads_by_row:
@@ -514,6 +524,13 @@ def _decode(
                         lse_ref[line_of_out] = jnp.float32(jnp.inf)
 
             for_empty_rows(share, empty)
+
+            @pl.when(role == _LEFT)
+            def launch_merge():
+                for slot in (group, groups + group):
+                    counts_ref[slot * q_tiles + q_tile] = jnp.int32(0)
+                mosaic_signals.launch_merge()
+
             plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
 
             def send(values, n, ref, row):
@@ -537,10 +554,6 @@ def _decode(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
             def segment(b, start, stop, first_tile, tiles, n):
-                if leads_by_row:
-                    last = lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size)
-                    pl.when(start == 0)(lambda: write_lead(b, jnp.where(stop < tiles, b, -1), last))
-
                 def free(n):
                     for c in range(half // GROUP):
                         plgpu.barrier_arrive(v_free.at[v_box(n, first_box + c)])
@@ -587,6 +600,13 @@ def _decode(
                     send([lower_half(acc) for acc in accs], step(n, -1), part_ref.at[1], part_row)
 
                 free(step(n, -1))
+
+                @pl.when(jnp.logical_not(whole))
+                def told():
+                    if staged:
+                        plgpu.wait_smem_to_gmem(0)
+                    mosaic_signals.tell(counts_ref, slot * q_tiles + q_tile)
+
                 return n
 
             for_segments(share, segment, origin)
@@ -600,6 +620,7 @@ def _decode(
             array((2, 2 * groups * queries, v_width), jnp.bfloat16),
             array((2 * groups * queries,), jnp.float32),
             array((rows if leads_by_row else groups, 3), jnp.int32),
+            array((2 * groups * q_tiles,), jnp.int32),
         ],
         grid=(groups, q_tiles),
         grid_names=("group", "q_tile"),
@@ -628,5 +649,7 @@ def _decode(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
     )
-    out, lse, part, part_lse, leads = call(q, pool, block_offset, *ranges, *ids)
-    return mosaic_merge.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)
+    out, lse, part, part_lse, leads, counts = call(q, pool, block_offset, *ranges, *ids)
+    return mosaic_merge.merge(
+        out, lse, part, part_lse, leads, queries=queries, groups=groups, counts=counts, tile=M
+    )

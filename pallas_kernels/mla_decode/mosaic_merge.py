@@ -9,6 +9,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from pallas_kernels.mla_decode import mosaic_signals
+
 _FEW_ROWS = 16
 _LINES = 4
 
@@ -23,12 +25,15 @@ def merge(
     queries: int,
     groups: int,
     unroll: int = 8,
+    counts: Int32[Array, " slots_tiles"] | None = None,
+    tile: int = 1,
 ) -> tuple[Array, Array]:
     """Returns out and lse with the cut rows written; the others stay as they are.
 
     A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
     slots first + 1 to last, `queries` lines each, in f32 or as two bf16 arrays to add. `part_lse` is in base 2, -inf for a
     line that saw nothing. `unroll`: parts that a warpgroup loads together where few rows are cut into many parts.
+    `counts`: of `mosaic_signals`, three for each part of `tile` lines; None if the parts are there when the kernel has ended.
     """
     v_width = part.shape[-1]
     if groups == 1:
@@ -48,10 +53,18 @@ def merge(
     threads, lines, unroll = (4, 1, unroll) if shared else (1, _LINES, 2)
     splat = lambda value: plgpu.layout_cast(jnp.full((width,), value, jnp.float32), layout)
 
-    def kernel(part_ref, part_lse_ref, lead_ref, out_ref, lse_ref, acc_smem, stat_smem, ready):
+    tiles = -(-queries * abreast // tile)
+    told = [] if counts is None else [counts]
+
+    def kernel(part_ref, part_lse_ref, lead_ref, *refs):
+        *counts_ref, out_ref, lse_ref, acc_smem, stat_smem, ready = refs
         lead, block, wg = lax.axis_index("lead"), lax.axis_index("block"), lax.axis_index("wg")
-        plgpu.griddepcontrol_wait()  # launched while the decode kernel still runs
-        row, group, last = (lead_ref[lead, i] for i in range(3))
+        # Launched while the decode kernel still runs.
+        if told:
+            row, group, last = mosaic_signals.read_lead(lead_ref, lead)
+        else:
+            plgpu.griddepcontrol_wait()
+            row, group, last = (lead_ref[lead, i] for i in range(3))
         count = last - group + 1
         # Lines past the last one repeat it: the same values to the same place.
         mine = [jnp.minimum(block * lines + i, queries - 1) for i in range(lines)]
@@ -113,6 +126,11 @@ def merge(
         # All of a lead in one condition, so that it is loaded at once: the second holds wherever the first does.
         @pl.when((row >= 0) & (count > 0))
         def run():
+            if told:
+                mosaic_signals.wait_for_parts(
+                    counts_ref[0], group, count, groups=groups, tellers=3,
+                    tile=lax.div(block * (lines * abreast), tile), tiles=tiles,
+                )  # fmt: skip
             trips = lax.div(jnp.maximum(count - wg, 0) + (unroll * threads - 1), unroll * threads)
             empty = ([jnp.float32(-1e30)] * abreast, [jnp.float32(0)] * abreast, splat(0))
             merged = lax.fori_loop(0, trips, add_parts, (empty,) * lines)
@@ -143,6 +161,9 @@ def merge(
                     acc += plgpu.load(acc_smem.at[w], layout=layout) * over_lines(weights)
                 write(mine[0], last_peaks, totals, acc)
 
+        if told:  # this kernel must not end before the other
+            pl.when((lead == 0) & (block == 0))(plgpu.griddepcontrol_wait)
+
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         kernel,
@@ -157,5 +178,5 @@ def merge(
             plgpu.Barrier(num_arrivals=threads),
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
-    )(part, part_lse, leads, out_box, lse_box)
+    )(part, part_lse, leads, *told, out_box, lse_box)
     return jax.freeze(out_box).reshape(out_shape), jax.freeze(lse_box)

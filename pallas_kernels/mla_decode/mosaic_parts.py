@@ -19,6 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Float32, Int32
 
+from pallas_kernels.mla_decode import mosaic_signals
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
 
@@ -111,6 +112,7 @@ def merge(
     part: Float32[Array, "lines 512"],
     part_lse: Float32[Array, " slots_queries"],
     leads: Int32[Array, "leads 3"],
+    counts: Int32[Array, " slots"],
     *,
     queries: int,
     groups: int,
@@ -123,10 +125,9 @@ def merge(
     few = out.shape[0] // queries <= _FEW_ROWS
     columns, together = (_QUERIES, 16) if few else (queries, 2)
 
-    def kernel(part_ref, part_lse_ref, lead_ref, out_ref, lse_ref, out_smem):
+    def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, out_ref, lse_ref, out_smem):
         lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))
-        plgpu.griddepcontrol_wait()  # launched while the decode kernel still runs
-        row, group, last = (lead_ref[lead, i] for i in range(3))
+        row, group, last = mosaic_signals.read_lead(lead_ref, lead)
         count = last - group + 1
 
         def add_parts(i, carry):
@@ -150,6 +151,7 @@ def merge(
 
         @pl.when((row >= 0) & (count > 0))
         def run():
+            mosaic_signals.wait_for_parts(counts_ref, group, count, groups=groups, tellers=2)
             empty = (
                 full((columns,), -1e30, COLUMNS),
                 full((columns,), 0, COLUMNS),
@@ -167,6 +169,9 @@ def merge(
             pl.when(block == 0)(lambda: store_vector(lse_ref, natural, first, columns))
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+        # Launched while the decode kernel still runs, this one must not end before it.
+        pl.when((lead == 0) & (block == 0) & (tile == 0))(plgpu.griddepcontrol_wait)
+
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         kernel,
@@ -179,7 +184,7 @@ def merge(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(part, part_lse, leads, out_box, lse_box)
+    )(part, part_lse, leads, counts, out_box, lse_box)
     return jax.freeze(out_box), jax.freeze(lse_box)
 
 

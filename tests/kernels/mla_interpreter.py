@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import gmem
-from pallas_kernels.mla_decode import mosaic_gather, mosaic_gpu, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_gpu, mosaic_schedule, mosaic_signals
 from tests.kernels.mla_case import make_case
 
 
@@ -116,6 +116,10 @@ def substitute(kernel, add_products) -> None:
     mosaic_gather.order_reads = lambda: None
     gmem.load, gmem.iota = lambda ref, index: ref[...][index], jnp.arange
     plgpu.async_prefetch = lambda ref: None
+    # The interpreter runs one kernel after the other.
+    mosaic_signals.launch_merge, mosaic_signals.tell = lambda: None, lambda ref, part: None
+    mosaic_signals.read_lead = lambda ref, lead: tuple(ref[lead, i] for i in range(3))
+    mosaic_signals.wait_for_parts = lambda *_, **__: None
     plgpu.griddepcontrol_wait = plgpu.griddepcontrol_launch_dependents = lambda: None
     # A kernel may end with slots of its ring free and nobody waiting for that; the interpreter takes it for a mistake.
     deallocate = shared_memory.Barrier.deallocate
