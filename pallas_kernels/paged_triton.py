@@ -77,10 +77,18 @@ def deal(kv_start, kv_end, q_start, indptr, ROWS: tl.constexpr, ROWS_P2: tl.cons
 @triton.jit
 def columns(group, S_Q: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COLS: tl.constexpr):
     """(query, query head, whether there is one) of each column of a group, and the group's KV head."""
+    return some_columns(group, tl.arange(0, COLS), S_Q, HEADS, KV_HEADS, COLS)
+
+
+@triton.jit
+def some_columns(
+    group, local, S_Q: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, COLS: tl.constexpr
+):
+    """The same of the columns `local` of a group."""
     SHARING: tl.constexpr = HEADS // KV_HEADS
     TILES: tl.constexpr = (S_Q * SHARING + COLS - 1) // COLS
     kv_head = group // TILES
-    column = group % TILES * COLS + tl.arange(0, COLS)
+    column = group % TILES * COLS + local
     return column // SHARING, kv_head * SHARING + column % SHARING, column < S_Q * SHARING, kv_head
 
 
@@ -94,11 +102,14 @@ def capped(s, CAP: tl.constexpr):
 def merge(indptr, kv_start, kv_end, q_start, part, part_lse, out, lse,
           ROWS: tl.constexpr, ROWS_P2: tl.constexpr, S_Q: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
           COLS: tl.constexpr, GROUPS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, V: tl.constexpr,
-          V_P2: tl.constexpr, V_TILE: tl.constexpr, CHUNK: tl.constexpr, SOURCE: tl.constexpr, COVER: tl.constexpr,
-          Q_STOP: tl.constexpr, REACH: tl.constexpr):  # fmt: skip
-    """Program (row, group, tile of V): replaces `out` and `lse` of a row that was cut by the sum of its partials."""
+          V_P2: tl.constexpr, V_TILE: tl.constexpr, CHUNK: tl.constexpr, LINES: tl.constexpr, SOURCE: tl.constexpr,
+          COVER: tl.constexpr, Q_STOP: tl.constexpr, REACH: tl.constexpr):  # fmt: skip
+    """Program (row, LINES columns of a group, tile of V): replaces `out` and `lse` of a row that was cut by its parts' sum.
+
+    CHUNK parts are read at a time.
+    """
     b = tl.program_id(0)
-    group = tl.program_id(1)
+    group = tl.program_id(1) // (COLS // LINES)
     units, share = deal(
         kv_start, kv_end, q_start, indptr, ROWS, ROWS_P2, SLICES, SOURCE, COVER, Q_STOP, REACH, BLOCK
     )  # fmt: skip
@@ -111,12 +122,12 @@ def merge(indptr, kv_start, kv_end, q_start, part, part_lse, out, lse,
     g_first = (base + ROW_COST) // share
     g_last = (base + ROW_COST + blocks - 1) // share
     if (blocks > 0) & (g_last > g_first):
-        local = tl.arange(0, COLS)
-        query, head, used, _ = columns(group, S_Q, HEADS, KV_HEADS, COLS)
+        local = tl.program_id(1) % (COLS // LINES) * LINES + tl.arange(0, LINES)
+        query, head, used, _ = some_columns(group, local, S_Q, HEADS, KV_HEADS, COLS)
         at_v = tl.program_id(2) * V_TILE + tl.arange(0, V_TILE)
-        peak = tl.full((COLS,), float("-inf"), tl.float32)
-        total = tl.zeros((COLS,), tl.float32)
-        acc = tl.zeros((COLS, V_TILE), tl.float32)
+        peak = tl.full((LINES,), float("-inf"), tl.float32)
+        total = tl.zeros((LINES,), tl.float32)
+        acc = tl.zeros((LINES, V_TILE), tl.float32)
         for g_chunk in range(g_first, g_last + 1, CHUNK):
             g = g_chunk + tl.arange(0, CHUNK)
             there = g <= g_last

@@ -120,6 +120,7 @@ def gqa_decode_triton(
         **deal,
         V_TILE=v_tile,
         CHUNK=chunk,
+        LINES=tile["COLS"],
     )
     return out, lse
 

@@ -14,6 +14,7 @@ from pallas_kernels.paged_launch import operands, power_of_two
 from pallas_kernels.read_source import ReadSource
 
 _LOG2_E = math.log2(math.e)
+_FEW_GROUPS = 16
 
 
 def mla_decode_triton(
@@ -115,14 +116,13 @@ def mla_decode_triton(
         FP8=fp8,
         NATIVE=capability >= (8, 9),
     )
-    # Few rows have many parts each: small tiles of V for enough programs, and many parts at a time.
-    v_tile, chunk = (128, 2) if rows * groups >= device.core_count() else (32, 8)
+    v_tile, chunk, lines = merge_sizes(rows * groups, device.core_count(), tile["COLS"])
     v_tile = min(v_tile, deal["V_P2"])
     out, lse = triton_call(
         paged_triton.merge,
         [read.indptr, source.kv_start, source.kv_end, first_query, part, part_lse],
         update=[out, lse],
-        grid=(rows, groups, deal["V_P2"] // v_tile),
+        grid=(rows, groups * (tile["COLS"] // lines), deal["V_P2"] // v_tile),
         compute_capability=capability,
         num_warps=4,
         num_stages=1,
@@ -131,6 +131,7 @@ def mla_decode_triton(
         REACH=0,
         V_TILE=v_tile,
         CHUNK=chunk,
+        LINES=lines,
     )
     return out, lse
 
@@ -154,3 +155,14 @@ def tile_sizes(capability: tuple[int, int], columns: int, fp8: bool = False) -> 
     if capability == (8, 0):
         return {"COLS": min(cols, 32), "BLOCK": 32, "STAGES": 3, "WARPS": 8, "PER_CORE": 1}
     return {"COLS": 16, "BLOCK": 32, "STAGES": 2, "WARPS": 4, "PER_CORE": 1}
+
+
+def merge_sizes(groups: int, cores: int, columns: int) -> tuple[int, int, int]:
+    """V_TILE, CHUNK and LINES of the merge, for so many groups of `columns` columns in the whole batch.
+
+    Few rows have many parts each: small tiles for enough programs, and many parts at a time. On an H200 the merge of 128
+    parts of one row of 32 heads took 51 us with (32, 8, 32), 4.7 us with (64, 64, 2).
+    """
+    if groups <= _FEW_GROUPS:
+        return 64, 64, 2
+    return (128, 2, columns) if groups >= cores else (32, 8, columns)
