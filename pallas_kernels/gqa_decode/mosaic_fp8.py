@@ -129,8 +129,11 @@ def gqa_decode_fp8(
     scale_lines = load_rows * num_kv_heads // scale_box
     scale_pool = scale_pool.reshape(-1, page_size * num_kv_heads // scale_box, scale_box)
     num_blocks, num_scale_blocks = pool.shape[0], scale_pool.shape[0]
-    scalars = [k_offset, v_offset, scales.k_offset, scales.v_offset]
-    offsets = jnp.stack([jnp.asarray(0 if x is None else x, jnp.int32) for x in scalars])
+    # An operand each: to put them into one array would be a launch.
+    offsets = [
+        jnp.asarray(x, jnp.int32).reshape(1)
+        for x in (k_offset, k_offset if v_offset is None else v_offset, scales.k_offset, scales.v_offset)
+    ]
     sink_rows = [] if sinks is None else [sinks.astype(jnp.float32)]
     call = Call(source, q_start, rows, s_q, window, groups)
     vector_of = lambda count, value: plgpu.layout_cast(
@@ -140,8 +143,9 @@ def gqa_decode_fp8(
     def kernel(*refs):
         remaining = iter(refs)
         take = lambda n: [next(remaining) for _ in range(n)]
-        q_ref, pool_ref, scale_ref, offset_ref = take(4)
-        sink_refs, range_refs, id_refs = take(len(sink_rows)), take(len(call.ranges)), take(len(call.ids))
+        q_ref, pool_ref, scale_ref = take(3)
+        offset_refs, sink_refs = take(len(offsets)), take(len(sink_rows))
+        range_refs, id_refs = take(len(call.ranges)), take(len(call.ids))
         out_ref, lse_ref, part_ref, part_lse_ref, lead_ref = take(5)
         k_smem, v_smem, k_scale_smem, v_scale_smem, sum_smem, share_smem = take(6)
         share_ready, k_ready, k_free, v_ready, v_free = take(5)
@@ -149,9 +153,7 @@ def gqa_decode_fp8(
         group, lane = lax.div(lax.axis_index("block"), lanes), lax.rem(lax.axis_index("block"), lanes)
         kv_head = lane * plan.heads
         work = Rows(call, range_refs, id_refs, lead_ref, group)
-        k_block = offset_ref[0]
-        v_block = k_block if v_offset is None else offset_ref[1]
-        scale_blocks = [offset_ref[2], offset_ref[3]]
+        k_block, v_block, *scale_blocks = (ref[0] for ref in offset_refs)
 
         def fits(entry):
             block = entry + jnp.maximum(k_block, v_block)
@@ -298,7 +300,7 @@ def gqa_decode_fp8(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(q.reshape(rows * lines, head_dim), pool, scale_pool, offsets, *sink_rows, *call.ranges, *call.ids)
+    )(q.reshape(rows * lines, head_dim), pool, scale_pool, *offsets, *sink_rows, *call.ranges, *call.ids)
     out, lse = mosaic_merge.merge(out, lse, part, part_lse, leads, queries=lines, groups=groups)
     return out.reshape(rows, s_q, heads, v_head_dim), lse.reshape(rows, s_q, heads)
 

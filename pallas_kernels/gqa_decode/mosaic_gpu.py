@@ -136,8 +136,9 @@ def gqa_decode_mosaic(
             f"{blocks * plan.workers} workers"
         )
     # Two blocks of a cluster are neighbours on the chip and as fast as each other. Where both go through the same share, each
-    # with its heads, they read the two halves of a line of the pool at about the same time.
-    peers = 2 if blocks % 2 == 0 and lanes % (2 * plan.workers) == 0 else 1
+    # with its heads, they read the two halves of a line of the pool at about the same time. Nothing is gained where rows are
+    # few and cut into many parts, and a cluster starts later.
+    peers = 2 if 2 * rows > groups and blocks % 2 == 0 and lanes % (2 * plan.workers) == 0 else 1
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_head_dim), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
 
