@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from tests.models.test_deepseek_loading import V3
@@ -17,10 +19,12 @@ from tests.models.test_inkling import INKLING_SMALL
 from tests.models.test_loading import KIMI_48B
 from tests.models.test_state_loading import FALCON_1_5B, QWEN
 from ukv_jax import plan, pool, requests
+from ukv_jax.attention import pool_specs
 from ukv_jax.cli import main
 from ukv_jax.engine import cache_specs
 from ukv_jax.layout import KVSpec, MLASpec, StatePart, StateSpec, StaticLayout, UnifiedLayout
 from ukv_jax.models.config import load_config
+from ukv_jax.models.decoder import cache_spec
 
 HUNDRED_GB = 100 * 10**9
 PUBLISHED = {
@@ -171,6 +175,73 @@ def test_the_pool_admits_what_the_plan_says(kind):
     _, got = reserve(pool.init(layout), jnp.arange(rows, dtype=jnp.int32), lengths)
     assert count > 10
     assert got.granted.tolist() == [True] * count + [False]
+
+
+def shrunk(spec):
+    """All layers and heads, rows narrower by 64, state by 1024, windows shorter by 16: a page of 4 tokens has the place
+    among them that one of 64 has among the published ones."""
+    if isinstance(spec, MLASpec):
+        return replace(spec, kv_lora_rank=spec.kv_lora_rank // 64, qk_rope_head_dim=1)
+    if isinstance(spec, KVSpec):
+        return replace(spec, head_dim=spec.head_dim // 64, window=spec.window and spec.window // 16)
+    narrow = [
+        tuple(-(-n // (1024 if len(p.block_shape) == 1 else 32)) for n in p.block_shape) for p in spec.parts
+    ]
+    return StateSpec(tuple(replace(p, block_shape=shape) for p, shape in zip(spec.parts, narrow)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_unified_schedules_what_static_does_of_its_own_mix(tmp_path, name):
+    """Requests one after the other in chunks, windows released before each, until a pool refuses a page: shrunk models."""
+    config = load_config(write(tmp_path, PUBLISHED[name]))
+    specs = tuple(map(shrunk, pool_specs(cache_spec(config))))
+    limits = dict(page_size=4, max_tokens=1024)
+    layout, _ = plan.compare(specs, 1 << 24, page_size=4, short=64, long=1024)
+    mixed = (64,) * plan.MIXED_SHORT + (1024,)
+    needs = [plan._needs(layout, n) for n in mixed]
+    mean = sum(n[s.name] * s.page_bytes for n in needs for s in layout.subpools) / len(mixed)
+    total = int(45 * mean)  # room for some of the long ones, and no whole number of turns
+    sizes = dict(total_bytes=total, max_requests=64, **limits)
+    unified = UnifiedLayout.from_bytes(specs, **sizes)
+    static = StaticLayout.from_bytes(specs, **plan._means(layout, mixed), **sizes)
+    held = [scheduled(layout, mixed) for layout in (unified, static)]
+    lost = unified.reserved_bytes + sum(s.page_bytes for s in unified.subpools)
+    full = unified.full
+    assert held[1].requests > 35
+    assert held[0].tokens >= held[1].tokens - lost * full.page_size / full.page_bytes
+
+
+def scheduled(layout, lengths, chunk=64):
+    """What lies in memory when the first request is refused."""
+    rows = range(layout.max_requests)
+    todo = [
+        (r, min(n, at + chunk))
+        for r in rows
+        for n in [lengths[r % len(lengths)]]
+        for at in range(0, n, chunk)
+    ]
+
+    def serve(carry, request):
+        state, open_ = carry
+        row, target = request
+        state, _ = requests.release_window(state, max_pages=64)
+        row = jnp.where(open_, row, -1)[None]
+        state, got = requests.reserve(state, row, target[None], pages_per_row=chunk // 4)
+        done = state.requests.seq_len[row]
+        open_ &= got.granted[0]
+        state, _ = requests.append(state, jnp.where(open_, row, -1), target[None] - done, max_tokens=chunk)
+        return (state, open_), None
+
+    todo = tuple(jnp.array(todo, jnp.int32).T)
+    cheap = {"xla_backend_optimization_level": 0}  # the program is large, its inputs are tiny
+    run = jax.jit(lambda state: jax.lax.scan(serve, (state, True), todo)[0], compiler_options=cheap)
+    state, open_ = run(pool.init(layout))
+    assert not open_
+    assert int(state.counters.faults) == 0
+    kept = np.asarray(state.requests.seq_len)
+    wanted = np.array([lengths[r % len(lengths)] for r in rows])
+    return plan.Capacity(int(np.sum(kept == wanted)), int(kept[kept == wanted].sum()))
 
 
 @pytest.mark.parametrize("window", [1, 7, 8, 9])
