@@ -31,6 +31,8 @@ MOST_QUERIES = 32  # of a row: what leaves room for two tiles and two sets of qu
 _LEFT, _SCORES = 1, 2  # roles of the warpgroups; the last one has V's right half
 _ROW = 1  # price of a row in tiles
 _SLOTS = 2  # of the rings of KV tiles, queries and P
+_PIECES = 4  # of a tile in which a row ends
+_PIECE = TILE // _PIECES  # rows
 _CHUNK = 64  # columns of a swizzled line, and the M of a WGMMA
 _BOX = 128  # columns of V in a box, which arrives by itself
 _TILED = (plgpu.TilingTransform((8, _CHUNK)), plgpu.SwizzleTransform(128))
@@ -89,6 +91,11 @@ class FewCall(Call):
         return 1 if self.single else super().loads
 
     @property
+    def arrivals(self) -> int:
+        """At the barrier of a box. A tile that lies in one page comes in pieces where the row ends in it."""
+        return _PIECES if self.loads == 1 and not self.single else self.loads
+
+    @property
     def width_tokens(self) -> int:
         return 2**31 - TILE if isinstance(self.source, TokenStream) else super().width_tokens
 
@@ -108,7 +115,7 @@ class FewCall(Call):
             slots=_SLOTS,
             scratch_types=[
                 plgpu.SMEM((_SLOTS, self.v_boxes, TILE, _BOX), jnp.bfloat16, transforms=_TILED),
-                barrier(num_arrivals=self.loads, num_barriers=_SLOTS * (self.v_boxes + 1)),
+                barrier(num_arrivals=self.arrivals, num_barriers=_SLOTS * (self.v_boxes + 1)),
                 barrier(num_arrivals=2, num_barriers=_SLOTS),
                 plgpu.SMEM((8,), jnp.int32),
                 barrier(),
@@ -185,14 +192,42 @@ class FewBlock(Block):
 
             def by_pages(i, carry):
                 n, blocks = carry
-                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                for box, first, width, ready in free_boxes(n):
-                    for j, block in enumerate(blocks):
-                        plgpu.copy_gmem_to_smem(
-                            self.pool.at[block, pl.ds(row, load_rows), pl.ds(first, width)],
-                            box.at[pl.ds(j * load_rows, load_rows)],
-                            ready,
-                        )
+                position = (first_tile + i) * TILE
+                row = lax.rem(position, page_size) if page_size > TILE else 0
+                boxes = list(free_boxes(n))
+
+                def pages():
+                    for box, first, width, ready in boxes:
+                        for j, block in enumerate(blocks):
+                            plgpu.copy_gmem_to_smem(
+                                self.pool.at[block, pl.ds(row, load_rows), pl.ds(first, width)],
+                                box.at[pl.ds(j * load_rows, load_rows)],
+                                ready,
+                            )
+                        for _ in range(call.arrivals - call.loads):
+                            plgpu.barrier_arrive(ready)
+
+                def pieces():
+                    for box, first, width, ready in boxes:
+
+                        @pl.loop(0, _PIECES)
+                        def piece(j, box=box, first=first, width=width, ready=ready):
+                            at = pl.multiple_of(j * _PIECE, _PIECE)
+                            needed = position + at < kv_stop
+                            plgpu.barrier_arrive(ready, predicate=jnp.logical_not(needed))
+
+                            @pl.when(needed)
+                            def copy():
+                                plgpu.copy_gmem_to_smem(
+                                    self.pool.at[blocks[0], pl.ds(row + at, _PIECE), pl.ds(first, width)],
+                                    box.at[pl.ds(at, _PIECE)],
+                                    ready,
+                                )
+
+                if call.arrivals == call.loads:
+                    pages()
+                else:
+                    lax.cond(position + (TILE - _PIECE) < kv_stop, pages, pieces)
                 return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
 
             if call.single:

@@ -41,6 +41,7 @@ from pallas_kernels.read_source import ReadSource, TokenStream, VirtualPages
 
 M = 64  # query rows of a block: the M of one warpgroup's WGMMA
 GROUP = 128  # columns of a box of V; also the N of a WGMMA (ptxas refuses 256 in a kernel of 512 threads)
+PIECES = 4  # of a tile in which a row ends
 SLOTS = 3  # of the ring for the columns behind V, and for P
 _SMEM_BYTES = 224 << 10  # what the rings and q may take
 _SMS = 132
@@ -150,7 +151,9 @@ def _decode(
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
     page_rows = min(page_size, TILE)  # of one TMA
     single = mosaic_gather.needed(source)  # rows come one by one
-    loads = 1 if single else TILE // page_rows
+    pages_of_tile = 1 if single else TILE // page_rows
+    # A tile that lies in one page comes in pieces where the row ends in it.
+    loads = PIECES if not single and pages_of_tile == 1 else pages_of_tile
     log2e = math.log2(math.e)
     to_log2 = log2e if logit_cap is not None else sm_scale * log2e
     translate = isinstance(source, VirtualPages)
@@ -316,6 +319,20 @@ def _decode(
                         else:
                             plgpu.barrier_arrive(ready)
 
+            def load_pieces(n, source, live):
+                """The same of one page, of which `live` rows are needed, in pieces."""
+                height = TILE // PIECES
+                for target, columns, ready in free_boxes(n):
+
+                    @pl.loop(0, PIECES)
+                    def piece(j, target=target, columns=columns, ready=ready):
+                        rows = pl.ds(pl.multiple_of(j * height, height), height)
+                        needed = j * height < live
+                        plgpu.barrier_arrive(ready, predicate=jnp.logical_not(needed))
+                        pl.when(needed)(
+                            lambda: plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[rows], ready)
+                        )
+
             def load_rows(n, lines):
                 """The same with these rows of the pool, each by itself."""
                 for target, columns, ready in free_boxes(n):
@@ -335,7 +352,15 @@ def _decode(
                         for page in pages:
                             plgpu.async_prefetch(page.at[:, pl.ds(v_width - GROUP, GROUP)])
                             plgpu.async_prefetch(page.at[:, pl.ds(v_width, rest)])
-                    load_pages(n, pages, page_rows)
+                    live = kv_stop - (first_tile + i) * TILE
+                    if loads == pages_of_tile:
+                        load_pages(n, pages, page_rows)
+                    else:
+                        lax.cond(
+                            live > TILE - TILE // PIECES,
+                            lambda: load_pages(n, pages, page_rows),
+                            lambda: load_pieces(n, pages[0], live),
+                        )
                     return step(n), *carry
 
                 def by_rows(i, carry):
@@ -363,7 +388,7 @@ def _decode(
                         # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
                         return [
                             id_refs[0][line, jnp.clip(column + j, first_column, last_column)]
-                            for j in range(loads)
+                            for j in range(pages_of_tile)
                         ]
 
                     entries = [entry_of(page) for page in ids_of(start)]

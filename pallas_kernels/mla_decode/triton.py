@@ -14,7 +14,7 @@ from pallas_kernels.paged_launch import operands, power_of_two
 from pallas_kernels.read_source import ReadSource
 
 _LOG2_E = math.log2(math.e)
-_FEW_GROUPS = 16
+_FEW_GROUPS = 8
 
 
 def mla_decode_triton(
