@@ -110,10 +110,10 @@ def test_what_is_chosen(name, tmp_path, monkeypatch):
         assert served == expected
 
 
+# V2-Lite's kernels are Kimi's.
 @pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name", [name for name in MODELS if name != "DeepSeek-V2-Lite"]
-)  # its kernels are Kimi's
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "DeepSeek-V2-Lite"])
 def test_both_pools_give_the_same_bits_and_what_xla_gives(name, tmp_path):
     if jax.default_backend() != "gpu":
         pytest.skip("no GPU")
