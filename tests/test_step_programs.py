@@ -22,7 +22,7 @@ GIB = 1 << 30
 COMPILE_BUDGET_S = 150  # CPU seconds for the decode loop of the 48 B model, 27 layers
 ROWS = 8
 MOVE_BYTES = 1 << 20
-MORE_LAUNCHES = 8  # of a unified decode step over a static one (6 when this was written)
+MORE_LAUNCHES = 2  # of a unified decode step over a static one (0 when this was written)
 # A program's temporaries: id arrays may grow with the pages of a pool, its bytes may not be copied.
 ID_BYTES_PER_PAGE = 32
 FIXED_BYTES = 256 << 20
@@ -183,7 +183,7 @@ def test_unified_step_launches_few_kernels_more_than_a_static_one():
         for name, layout in (("unified", unified(4 * GIB)), ("static", static))
     }
     print(counts)
-    # Finding pages (holes and the frontier), binding them and the table's gather through v2p.
+    # Finding pages and binding them is within the kernels of both; the table's gather through v2p is left.
     assert 0 <= counts["unified"] - counts["static"] <= MORE_LAUNCHES, counts
 
 
