@@ -112,9 +112,7 @@ class Life:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "implementation, name", cases_of(*LAYOUTS, gpu=["mla_state_dcp", "two_floats", "static"])
-)
+@pytest.mark.parametrize("implementation, name", cases_of(*LAYOUTS, gpu=["two_floats", "static"]))
 def test_a_random_life(implementation, name):
     life = Life(name, len(name))
     test = partial(check, implementation)
@@ -161,6 +159,7 @@ def many(rows: int) -> UnifiedLayout:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("implementation, rows", cases_of(256, 1000, gpu=[256]))
 def test_many_requests(implementation, rows):
     """Several warpgroups, several trips, and a pool that is short for the last lanes."""
