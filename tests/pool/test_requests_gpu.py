@@ -32,7 +32,8 @@ def run(implementation: str, function, *args, **static):
 
 @cache
 def _compiled(function, implementation, static):
-    quick = {"compiler_options": {"xla_backend_optimization_level": 0}} if implementation == "xla" else {}
+    on_cpu = jax.default_backend() == "cpu"
+    quick = {"compiler_options": {"xla_backend_optimization_level": 0}} if on_cpu else {}
     return jax.jit(partial(function, **dict(static), implementation=implementation), **quick)
 
 
