@@ -29,7 +29,6 @@ class PoolCache:
     state: PoolState
     step: PoolStep | None
     delivery: str = field(metadata={"static": True})
-    implementation: str | None = field(metadata={"static": True}, default=None)
 
     @property
     def rows(self):
@@ -45,8 +44,9 @@ class PoolCache:
 
     def begin(self, tokens, new_len):
         state, _ = requests.release_window(self.state, max_pages=self.state.layout.max_requests * 64)
-        options = dict(delivery=self.delivery, implementation=self.implementation)
-        step = begin_step(state, self.rows, jnp.asarray(new_len, jnp.int32), tokens=tokens, **options)
+        step = begin_step(
+            state, self.rows, jnp.asarray(new_len, jnp.int32), tokens=tokens, delivery=self.delivery
+        )
         # One owner of the buffer at a time, so that it is updated in place.
         return replace(self, state=replace(state, buffer=jnp.zeros(0, jnp.uint8)), step=step)
 
@@ -85,14 +85,7 @@ class PoolCache:
 
 
 def make_pool_cache(
-    spec: CacheSpec,
-    rows: int,
-    max_len: int,
-    *,
-    unified: bool,
-    delivery: str = "table",
-    page_size: int = 64,
-    implementation: str | None = None,
+    spec: CacheSpec, rows: int, max_len: int, *, unified: bool, delivery: str = "table", page_size: int = 64
 ) -> PoolCache:
     """A pool whose pages are scattered and whose free bytes are NaN, with room for `rows` requests of max_len tokens."""
     limits = dict(page_size=page_size, max_requests=rows, max_tokens=max_len)
@@ -114,7 +107,7 @@ def make_pool_cache(
     state, got = reserve(state, lanes, jnp.full(rows, max_len, jnp.int32))
     assert bool(got.granted.all())
     verify.check(state)
-    return PoolCache(state, None, delivery, implementation)
+    return PoolCache(state, None, delivery)
 
 
 def poison_free_bytes(state: PoolState) -> PoolState:
