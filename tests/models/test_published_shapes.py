@@ -1,5 +1,5 @@
-"""Which kernels serve the published models on a Hopper GPU: of one layer of every kind that a config has, at its own widths
-and in bfloat16, over pages of 64 and by table, a decode step and a chunk are traced, not compiled.
+"""Which kernels serve the published models on a Hopper GPU: a decode step and a chunk are traced, not compiled, for one layer
+of every kind that a config has, at its own widths, in bfloat16, over pages of 64 and by table.
 
 MLPs and vocabulary are small ones. What the kernels give is the matter of tests/kernels.
 """
