@@ -1,5 +1,5 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
-.PHONY: help venv wheels demo test slow slow-marked machine gpu lint types deviceless random-goldens notebook newest format
+.PHONY: help venv wheels golden-wheels demo test slow slow-marked machine gpu lint types deviceless random-goldens notebook newest format
 
 # Dozens of processes import jax. Each would compile its modules anew where the environment forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -72,11 +72,14 @@ format: venv
 types: venv
 	$(PYTHON_BIN) -m mypy
 
-# What deviceless and newest would fetch on their first run.
+# What deviceless, newest and random-goldens would fetch on their first run.
 wheels: venv
 	@tools/bootstrap.sh .cache/plugins plugins
 	@tools/bootstrap.sh .cache/newest newest
 	@tools/bootstrap.sh .cache/triton-next triton-next
+
+golden-wheels: venv
+	@tools/random_goldens.sh environment
 
 deviceless: venv
 	@tools/bootstrap.sh .cache/plugins plugins

@@ -1,5 +1,6 @@
 """Settings for every test: CPU unless the machine has an NVIDIA GPU, and the same examples at every run."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -29,6 +30,12 @@ settings.register_profile(
     "default", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile("default")
+
+
+def pytest_collection_finish():
+    """What is imported by now stays, and tracing makes objects by the hundred thousand: collect garbage less often."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_collection_modifyitems(items):

@@ -2,6 +2,7 @@
 # Runs transformers on models of random shape, 20 of each family, and our tests on what it wrote.
 #
 #   tools/random_goldens.sh [options of tools.make_random_goldens, such as --family inkling --count 3]
+#   tools/random_goldens.sh environment    only installs what the other form needs
 #
 # transformers lives in an environment of its own (Python 3.11, torch for CPU). Where there is no Python 3.11, or torch
 # does not install, one line says that this was skipped. An environment of other versions is made anew. Needs .venv
@@ -37,6 +38,8 @@ if ! "$dir/bin/python" -c "$pinned" "$torch" "$transformers" >/dev/null 2>&1; th
     "$dir/bin/python" -m pip --disable-pip-version-check -qq install --no-compile \
         "torch==$torch" "transformers==$transformers" || skip "torch $torch and transformers $transformers did not install"
 fi
+
+[ "${1:-}" != environment ] || exit 0
 
 rm -rf "$out"
 make_goldens() { "$dir/bin/python" -W ignore -m tools.make_random_goldens --out "$out" "$@"; }
