@@ -144,9 +144,10 @@ class FewBlock(Block):
     counts: Any = None  # of the warpgroups that have left their half of a part, for each slot
 
     def begin_records(self, share) -> None:
-        """All leads, for the merge is launched behind this and does not wait for the kernel's end."""
+        """All leads, for the merge may be launched behind this and not wait for the kernel's end."""
         call = self.call
-        self.counts[self.group], self.counts[call.groups + self.group] = jnp.int32(0), jnp.int32(0)
+        if mosaic_signals.used(call.rows):
+            self.counts[self.group], self.counts[call.groups + self.group] = jnp.int32(0), jnp.int32(0)
         super().begin_records(share)
 
         @pl.loop(share.first, jnp.minimum(share.last + 1, call.rows if call.leads_by_row else 0))
@@ -155,7 +156,8 @@ class FewBlock(Block):
             start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
             pl.when(stop > start)(lambda: self.record(share, b, start, stop, tiles))
 
-        mosaic_signals.launch_merge()
+        if mosaic_signals.used(call.rows):
+            mosaic_signals.launch_merge()
 
     def visible(self, b):
         first, stop = super().visible(b)
@@ -178,7 +180,9 @@ class FewBlock(Block):
         stream = {}
         if isinstance(call.source, TokenStream):
             stream = {"indptr_ref": self.ids[1], "capacity": self.ids[0].shape[0]}
-        self.begin_loading(registers=40, launch_merge=False, overhead=_ROW, **stream)
+        self.begin_loading(
+            registers=40, launch_merge=not mosaic_signals.used(self.call.rows), overhead=_ROW, **stream
+        )
 
         def segment(b, start, stop, first_tile, tiles, carry):
             n, k = carry
@@ -422,7 +426,8 @@ def _kernel(
                     lambda: store_vector(block.part_lse, lse, block.line(part_slot), queries)
                 )
 
-            pl.when(jnp.logical_not(whole))(lambda: mosaic_signals.tell(block.counts, part_slot))
+            if mosaic_signals.used(call.rows):
+                pl.when(jnp.logical_not(whole))(lambda: mosaic_signals.tell(block.counts, part_slot))
             return n
 
         block.for_segments(share, segment, jnp.int32(0))

@@ -149,6 +149,7 @@ def _decode(
     q_smem_bytes = 2 * M * ((v_groups - kept) * GROUP + rest)
     boxes = (_SMEM_BYTES - q_smem_bytes - 2 * SLOTS * TILE * rest) // (2 * TILE * GROUP)  # of the ring of V
     leads_by_row = rows < groups  # the shorter table of the rows that are cut
+    early_merge = mosaic_signals.used(rows)
     page_rows = min(page_size, TILE)  # of one TMA
     single = mosaic_gather.needed(source)  # rows come one by one
     pages_of_tile = 1 if single else TILE // page_rows
@@ -505,7 +506,8 @@ def _decode(
                     store_rows(
                         part_lse_ref, jnp.where(seen, lse, -jnp.inf), slot * queries + q_tile * M, live_rows
                     )
-                    mosaic_signals.tell(counts_ref, slot * q_tiles + q_tile)
+                    if early_merge:
+                        mosaic_signals.tell(counts_ref, slot * q_tiles + q_tile)
 
                 return n
 
@@ -552,6 +554,9 @@ def _decode(
 
             @pl.when(role == _LEFT)
             def launch_merge():
+                if not early_merge:
+                    plgpu.griddepcontrol_launch_dependents()
+                    return
                 for slot in (group, groups + group):
                     counts_ref[slot * q_tiles + q_tile] = jnp.int32(0)
                 mosaic_signals.launch_merge()
@@ -626,11 +631,13 @@ def _decode(
 
                 free(step(n, -1))
 
-                @pl.when(jnp.logical_not(whole))
-                def told():
-                    if staged:
-                        plgpu.wait_smem_to_gmem(0)
-                    mosaic_signals.tell(counts_ref, slot * q_tiles + q_tile)
+                if early_merge:
+
+                    @pl.when(jnp.logical_not(whole))
+                    def told():
+                        if staged:
+                            plgpu.wait_smem_to_gmem(0)
+                        mosaic_signals.tell(counts_ref, slot * q_tiles + q_tile)
 
                 return n
 
@@ -675,6 +682,7 @@ def _decode(
         ),
     )
     out, lse, part, part_lse, leads, counts = call(q, pool, block_offset, *ranges, *ids)
+    counts = counts if early_merge else None
     return mosaic_merge.merge(
         out, lse, part, part_lse, leads, queries=queries, groups=groups, counts=counts, tile=M
     )

@@ -124,9 +124,12 @@ def merge(
     # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
     few = out.shape[0] // queries <= _FEW_ROWS
     columns, together = (_QUERIES, 16) if few else (queries, 2)
+    early = mosaic_signals.used(out.shape[0] // queries)
 
     def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, out_ref, lse_ref, out_smem):
         lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))
+        if not early:
+            plgpu.griddepcontrol_wait()
         row, group, last = mosaic_signals.read_lead(lead_ref, lead)
         count = last - group + 1
 
@@ -151,7 +154,8 @@ def merge(
 
         @pl.when((row >= 0) & (count > 0))
         def run():
-            mosaic_signals.wait_for_parts(counts_ref, group, count, groups=groups, tellers=2)
+            if early:
+                mosaic_signals.wait_for_parts(counts_ref, group, count, groups=groups, tellers=2)
             empty = (
                 full((columns,), -1e30, COLUMNS),
                 full((columns,), 0, COLUMNS),
@@ -170,7 +174,8 @@ def merge(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         # Launched while the decode kernel still runs, this one must not end before it.
-        pl.when((lead == 0) & (block == 0) & (tile == 0))(plgpu.griddepcontrol_wait)
+        if early:
+            pl.when((lead == 0) & (block == 0) & (tile == 0))(plgpu.griddepcontrol_wait)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(

@@ -12,7 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
+# Of so few rows all parts come at the kernel's end: to tell of each takes longer than the launch that it saves.
+FEW_ROWS = 8
+
 _SCALAR = plgpu.Layout.WG_SPLAT(())
+
+
+def used(rows: int) -> bool:
+    """Whether the merge of a batch of so many rows is launched early and waits for parts, or waits for the kernel's end."""
+    return rows > FEW_ROWS
 
 
 def launch_merge() -> None:
