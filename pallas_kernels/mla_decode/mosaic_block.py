@@ -1,6 +1,6 @@
 """What the MLA decode kernels with transposed products share: the launch, and a thread block's work on its part of the batch.
 
-`mosaic_few` for bf16 rows, `mosaic_fp8_few` and `mosaic_fp8_many` for rows of e4m3.
+`mosaic_few` for bf16 rows, `mosaic_fp8_few` and `mosaic_fp8_pairs` for rows of e4m3.
 """
 
 from dataclasses import dataclass
@@ -266,16 +266,13 @@ class Block:
         good = (entry >= 0) & (block >= 0) & (block < self.pool.shape[0])
         return jnp.where(good, block, self.offset[0])
 
-    def mask(self, s, position, kv_first, kv_stop, q_position, tokens: int = 0):
-        """Scores of the tile at `position`, tokens along axis `tokens`, -inf where a query does not see the token."""
+    def mask(self, s, position, kv_first, kv_stop, q_position):
+        """Scores of the tile at `position`, a token a row, -inf where a query does not see the token."""
         call = self.call
-        token = plgpu.broadcasted_iota(jnp.int32, s.shape, tokens, layout=ACC) + position
+        token = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=ACC) + position
         keep = (token >= kv_first) & (token < kv_stop)
         if call.s_q > 1:
-            query = (
-                plgpu.broadcasted_iota(jnp.int32, s.shape, 1 - tokens, layout=ACC)
-                + self.q_tile * call.columns
-            )
+            query = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=ACC) + self.q_tile * call.columns
             keep &= token <= q_position + lax.div(query, call.heads)
         return jnp.where(keep, s, -jnp.inf)
 

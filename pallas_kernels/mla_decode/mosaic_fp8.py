@@ -21,7 +21,6 @@ from jaxtyping import Array, Float, Int32, UInt8
 from pallas_kernels import paged_mosaic
 from pallas_kernels.mla_decode.mosaic_fp8_block import Fp8Call
 from pallas_kernels.mla_decode.mosaic_fp8_few import decode_few
-from pallas_kernels.mla_decode.mosaic_fp8_many import decode_many
 from pallas_kernels.mla_decode.mosaic_fp8_pairs import decode_pairs
 from pallas_kernels.read_source import ReadSource
 
@@ -59,7 +58,7 @@ def mla_decode_mosaic_fp8(
     _decline(q, source, kv_dtype, row_width, v_width, sm_scale)
     config = config or TuningConfig()
     queries = s_q * heads
-    columns = 16 if queries <= 16 else 32 if queries <= 32 else 64
+    columns = 16 if queries <= 16 else 32
     paged_mosaic.decline_latent(s_q, heads, v_width, columns, config.blocks)
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
@@ -78,8 +77,7 @@ def mla_decode_mosaic_fp8(
         logit_cap=logit_cap,
         blocks=config.blocks,
     )
-    decode = {16: decode_few, 32: decode_pairs, 64: decode_many}[columns]
-    out, lse = decode(call)
+    out, lse = (decode_few if columns == 16 else decode_pairs)(call)
     return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
 
 

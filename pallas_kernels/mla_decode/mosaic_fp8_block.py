@@ -55,11 +55,23 @@ class Fp8Call(Call):
         """Of the query columns in shared memory, in bytes: two terms of each, in rows as wide as the tile's."""
         return 2 * self.columns, self.row_bytes
 
-    def run(self, kernel, *, num_threads: int, slots: int, readers: int, scratch_types):
-        """(out, lse) of ``rows * queries`` lines by ``kernel(block, *scratch)``. `readers`: warpgroups that free a slot."""
+    def run(
+        self,
+        kernel,
+        *,
+        num_threads: int,
+        slots: int,
+        readers: int,
+        scratch_types,
+        block_type: type | None = None,
+    ):
+        """(out, lse) of ``rows * queries`` lines by ``kernel(block, *scratch)``. `readers`: warpgroups that free a slot.
+
+        `block_type`: of `block`, `Fp8Block` if it is not given.
+        """
         return self.launch(
             kernel,
-            Fp8Block,
+            block_type or Fp8Block,
             part=jax.ShapeDtypeStruct((2 * self.groups * self.queries, self.v_width), jnp.float32),
             num_threads=num_threads,
             slots=slots,

@@ -5,37 +5,94 @@ factors of rescaling over through shared memory. The running maximum passes from
 the accumulators see one sequence of tiles; each keeps a sum of its own tiles' weights.
 """
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mla_decode import mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_block import BYTES, P_TILED, SMEM_BYTES, Fp8Block, Fp8Call
 from pallas_kernels.mla_decode.mosaic_fp8_registers import (
     add_values,
     add_weights,
     any_above,
-    load_queries,
     reduce_columns,
+    split_queries,
 )
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
 _SCORES, _LEFT = 1, 3  # the first of two warpgroups each
 _PAIR = 2
 _AT_ONCE = 2  # blocks of O^T
+_READERS = 3  # of a tile
 _STATS = 8 + 4 * _PAIR  # rows of what has one value a column
 
 
+class _Block(Fp8Block):
+    """`call.q` is bytes [rows, queries padded to 8, 2 * width]."""
+
+    def load_with_queries(self, q_ready) -> None:
+        """The warpgroup that finds the share and loads its tiles by TMA, and before a row's tiles its queries as one more.
+
+        A line of bf16 is wider than a row of a tile: see `split_queries`. `q_ready`: two barriers in turn, since a row's queries
+        may come before those of the last row are seen.
+        """
+        call, page_size = self.call, self.call.source.page_size
+        load_rows = TILE // call.loads
+        box = min(call.columns, call.q.shape[1])
+        self.begin_loading(registers=24)
+
+        def segment(b, start, stop, first_tile, tiles, carry):
+            n, rows = carry
+            kv_first, kv_stop = self.visible(b)
+            slot = lax.rem(n, self.slots)
+            pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
+            lines = pl.ds(self.q_tile * call.columns, box)
+            for half, column in enumerate((0, call.v_width)):
+                plgpu.copy_gmem_to_smem(
+                    self.q.at[b, lines, pl.ds(column, call.row_bytes)],
+                    self.kv_smem.at[slot, pl.ds(half * TILE // 2, box)],
+                    q_ready.at[lax.rem(rows, 2)],
+                )
+            blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
+
+            def one(i, carry):
+                n, blocks = carry
+                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+                slot = lax.rem(n, self.slots)
+                pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
+                for j, block in enumerate(blocks):
+                    plgpu.copy_gmem_to_smem(
+                        self.pool.at[block, pl.ds(row, load_rows)],
+                        self.kv_smem.at[slot, pl.ds(j * load_rows, load_rows)],
+                        self.kv_ready.at[slot],
+                    )
+                return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
+
+            return lax.fori_loop(start, stop, one, (n + 1, blocks_of(start)))[0], rows + 1
+
+        share = mosaic_schedule.read_share(self.share_smem)
+        self.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))
+
+
 def decode_pairs(call: Fp8Call):
-    """(out, lse) of ``rows * queries`` lines. `call.columns` is 32."""
+    """(out, lse) of ``rows * queries`` lines. `call.columns` is 32: of more queries each tile of 32 has blocks of its own."""
     columns = call.columns
+    q = call.q.reshape(call.rows, call.queries, call.width)
+    if call.queries % 8:  # a load brings whole swizzle tiles of 8 rows
+        q = jnp.pad(q, ((0, 0), (0, -call.queries % 8), (0, 0)))
+    q = lax.bitcast_convert_type(q, jnp.uint8)
+    call = replace(call, q=q.reshape(*q.shape[:2], 2 * call.width))
     room = SMEM_BYTES - 2 * columns * call.row_bytes - _PAIR * 2 * TILE * columns
     return call.run(
         _kernel,
+        block_type=_Block,
         num_threads=1 + 2 * _PAIR,
         slots=min(4, room // call.tile_bytes),
-        readers=3,
+        readers=_READERS,
         scratch_types=[
             plgpu.SMEM(call.q_shape, jnp.uint8, transforms=BYTES),
             plgpu.SMEM((_PAIR, TILE, columns), jnp.float16, transforms=P_TILED),
@@ -46,19 +103,20 @@ def decode_pairs(call: Fp8Call):
             plgpu.Barrier(num_arrivals=_PAIR),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=2),
+            plgpu.Barrier(num_arrivals=2, num_barriers=2),
         ],
     )
 
 
 def _kernel(
-    block: Fp8Block, q_smem, p_smem, stats_smem, p_ready, p_free, turn, met, end_ready, end_free
+    block: _Block, q_smem, p_smem, stats_smem, p_ready, p_free, turn, met, end_ready, end_free, q_ready
 ) -> None:
     call, role = block.call, block.role
     columns, half = call.columns, call.v_width // 2
     v_blocks = half // 64
     inverse_smem, unit_smem, peak_smem, decays_smem = (stats_smem.at[i] for i in range(4))
     factor_smem, ends_smem = stats_smem.at[pl.ds(4, _PAIR)], stats_smem.at[pl.ds(4 + _PAIR, 2)]
-    pl.when(role == LOAD)(block.load)
+    pl.when(role == LOAD)(lambda: block.load_with_queries(q_ready))
 
     @pl.when((role == _SCORES) | (role == _SCORES + 1))
     def scores():
@@ -67,7 +125,6 @@ def _kernel(
         scratch = stats_smem.at[pl.ds(8 + 4 * me, 4)]
         plgpu.set_max_registers(112, action="increase")
         share = block.get_share()
-        pl.when(first)(lambda: plgpu.barrier_arrive(turn.at[0]))
 
         def meet():
             """Waits for the other one."""
@@ -77,13 +134,23 @@ def _kernel(
         def reset(ref):
             ref[...] = full((columns,), MASKED, COLUMNS)
 
-        def segment(b, start, stop, first_tile, tiles, n):
+        def segment(b, start, stop, first_tile, tiles, carry):
+            n, rows = carry
             seen = (*block.visible(b), block.q_position(b))
 
-            load_queries(block.q, block.line(b), block.live, q_smem, unit_smem, BYTES, me, _PAIR)
+            q_slot = lax.rem(n, block.slots)
+            plgpu.barrier_wait(q_ready.at[lax.rem(rows, 2)])
+            split_queries(block.kv_smem.at[q_slot], block.live, me, _PAIR, q_smem, unit_smem, BYTES)
             pl.when(first)(lambda: reset(peak_smem))
             plgpu.commit_smem()
             meet()
+
+            @pl.when(first)
+            def free():
+                for _ in range(_READERS):
+                    plgpu.barrier_arrive(block.kv_free.at[q_slot])
+
+            n = n + 1
             skip = lax.rem(n + me, _PAIR)
             count = lax.div(stop - start - skip + 1, _PAIR)
 
@@ -94,7 +161,7 @@ def _kernel(
                 plgpu.barrier_wait(block.kv_ready.at[slot])
                 position = (first_tile + start + i) * TILE
                 s, inverse = block.exponents(slot, q_smem, unit_smem, position, seen)
-                plgpu.barrier_wait(turn.at[me])
+                pl.when(i > 0)(lambda: plgpu.barrier_wait(turn.at[me]))
                 peak = plgpu.load(peak_smem, layout=COLUMNS)
 
                 # The subtrahend follows the maximum only when it falls behind by 2**SLACK: most tiles rescale nothing.
@@ -108,9 +175,9 @@ def _kernel(
                 stay = lambda s, peak: (peak, full((columns,), 1.0, COLUMNS))
                 behind = any_above(s, peak + SLACK)
                 peak, decay = lax.cond(behind > 0, follow, stay, s, peak)
-                plgpu.barrier_arrive(turn.at[1 - me])
+                pl.when(i + 1 < stop - start)(lambda: plgpu.barrier_arrive(turn.at[1 - me]))
                 p = jnp.exp2(s - down(peak, s))
-                pl.when(n + i >= _PAIR)(lambda: plgpu.barrier_wait(p_free.at[me]))
+                plgpu.barrier_wait(p_free.at[me])
                 p_smem[me] = p.astype(jnp.float16)
                 factor_smem[me] = decay
                 decays_smem[me] = behind.astype(jnp.float32)
@@ -144,9 +211,9 @@ def _kernel(
                 whole, slot = block.destination(start, stop, tiles)
                 block.store_lse(last_peak + jnp.log2(safe), any_seen, b, whole, slot)
 
-            return n + stop - start
+            return n + stop - start, rows + 1
 
-        block.for_segments(share, segment, jnp.int32(0))
+        block.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))
 
     @pl.when(role >= _LEFT)
     def values():
@@ -156,10 +223,12 @@ def _kernel(
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
         pl.when(left)(lambda: block.begin_records(share))
-        plgpu.barrier_arrive(end_free)  # the place of 1 / total is free
+        for place in (end_free, *(p_free.at[i] for i in range(_PAIR))):
+            plgpu.barrier_arrive(place)  # it is free
 
         def segment(b, start, stop, first_tile, tiles, n):
             pl.when(left)(lambda: block.record(share, b, start, stop, tiles))
+            n = n + 1  # past the queries
 
             def one(i, carry):
                 *accs, n = carry

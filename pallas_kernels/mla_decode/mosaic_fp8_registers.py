@@ -32,14 +32,12 @@ _BOX = 8 * _LINE  # 8 rows of 128 bytes, after which the swizzle starts again
 
 
 def scores_of(tile_ref, q_ref, transforms):
-    """S^T = K Q^T, f32 [64, columns]; q_ref as `load_queries` leaves it.
+    """S^T = K Q^T, f32 [64, columns]; q_ref as `split_queries` leaves it.
 
     Tensor cores keep 14 bits of a sum of e4m3 products, and cut. So the second terms have sums of their own, where they
     would be cut for the size of the first, and the first terms have one for each 128 columns.
     """
-    columns = (
-        q_ref.shape[0] // 2
-    )  # up to 32: both terms in one product, which would wait for K to be read twice
+    columns = q_ref.shape[0] // 2  # both terms in one product, which would wait for K to be read twice
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(transforms), plgpu.RefType(transforms)),
@@ -48,43 +46,46 @@ def scores_of(tile_ref, q_ref, transforms):
     def multiply(_, tile, q):
         n = 2 * columns
         k, queries = _operand(tile), _operand(q)
-        chunks = 2 * _boxes_of_row(tile) - 1  # of 64 columns; the last 64 bytes of a row are none
-
+        whole = _boxes_of_row(tile) - 1  # boxes of 128 columns; of the last one the second half is none
+        i64, f32 = ir.IntegerType.get_signless(64), ir.F32Type.get()
         layout = WGMMAAccumulator.zero(64, n)._value.layout
 
-        def issue(registers, first, stop):
-            """Starts a sum over chunks in `registers`, which hold anything."""
-            for chunk in range(first, stop):
-                for half in range(2):
-                    at = chunk // 2 * _BOX + chunk % 2 * (_LINE // 2) + half * 32
-                    fresh = chunk == first and half == 0
-                    registers = _multiply_e4m3(registers, _ahead(k, at), _ahead(queries, at), n, fresh)
-            nvvm.wgmma_commit_group_sync_aligned()
-            return registers
+        def array(values, like, shape):
+            registers = np.empty(like.registers_shape(shape), dtype=object)
+            for index, value in zip(np.ndindex(registers.shape), values, strict=True):
+                registers[index] = vector.broadcast(ir.VectorType.get((1,), f32), value)
+            return FragmentedArray(_registers=registers, _layout=like, _is_signed=None)
 
-        def finished(registers, pending):
-            """(what a sum came to, its registers), when no more than `pending` later ones are in flight."""
-            nvvm.wgmma_wait_group_sync_aligned(pending)
+        def values_of(x):
+            return [_element(register, 0) for register in x.registers.flat]
+
+        def sum_of(box, steps, place):
+            """(what `steps` products of 32 columns from a box on come to, their registers): in `place`, which holds anything."""
+            ahead = arith.muli(arith.extsi(i64, box), arith.constant(i64, ir.IntegerAttr.get(i64, _BOX >> 4)))
+            a, b = arith.addi(k, ahead), arith.addi(queries, ahead)
+            registers = array(place, layout, (64, n)).registers
+            nvvm.wgmma_fence_aligned()
+            for step in range(steps):
+                registers = _multiply_e4m3(
+                    registers, _ahead(a, 32 * step), _ahead(b, 32 * step), n, step == 0
+                )
+            nvvm.wgmma_commit_group_sync_aligned()
+            nvvm.wgmma_wait_group_sync_aligned(0)
             part = optimization_barrier(
                 FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
             )
-            return part[:, :columns] + part[:, columns:], part.registers
+            return part[:, :columns] + part[:, columns:], values_of(part)
 
-        parts = [(first, min(first + 2, chunks)) for first in range(0, chunks, 2)]
-        in_flight = 2  # one runs while the other is added up
-        places = [WGMMAAccumulator.zero(64, n)._value.registers for _ in range(in_flight)]
-        running = [issue(place, *part) for place, part in zip(places, parts, strict=False)]
-        total = None
-        for part in [*parts[in_flight:], *[None] * in_flight]:
-            done, registers = finished(running.pop(0), len(running))
-            total = done if total is None else total + done
-            if part is None:
-                continue
-            # Zeros for a sum that starts beside another would wait for it.
-            total = optimization_barrier(total)
-            nvvm.wgmma_fence_aligned()
-            running.append(issue(registers, *part))
-        return total.to_layout(_WGMMA.to_mgpu())
+        total, place = sum_of(_const(whole), 2, [llvm.mlir_undef(f32)] * (n // 2))
+
+        def add(box, carry):
+            part, place = sum_of(box, 4, carry[: n // 2])
+            return [*place, *values_of(array(carry[n // 2 :], total.layout, total.shape) + part)]
+
+        # A loop that nobody unrolls. In straight code ptxas 13.0 takes the registers of a sum for those of the next one that
+        # starts over in them: it adds what both came to after the second, twice.
+        carry = _repeat(_opaque(whole, tile), add, [*place, *values_of(total)])
+        return array(carry[n // 2 :], total.layout, total.shape).to_layout(_WGMMA.to_mgpu())
 
     return multiply(tile_ref, q_ref)
 
@@ -434,6 +435,82 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms, part=0,
     load(q_ref, jnp.int32(first_line), jnp.int32(lines), jnp.int32(part), q_smem, unit_ref)
 
 
+def split_queries(raw_ref, lines, part, parts: int, q_smem, unit_ref, transforms) -> None:
+    """As `load_queries`, of lines in shared memory.
+
+    raw_ref is bytes [64, width + 64] of up to 32 lines of bf16, of which `lines` count: row n holds the first ``width + 64``
+    bytes of line n, row ``32 + n`` the last. Each of `parts` warpgroups calls it with its `part`. Follow with
+    `plgpu.commit_smem`.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(transforms),
+            *[_SCALAR] * 2,
+            plgpu.RefType(transforms),
+            plgpu.RefType(),
+        ),
+        return_type=None,
+    )
+    def convert(_, raw, lines, part, target, units):
+        lines, part = lines.registers.item(), part.registers.item()
+        groups, boxes, _, _ = ir.MemRefType(target.type).shape  # [2 * columns / 8, boxes, 8, 128]
+        chunks, columns = 2 * boxes - 1, 4 * groups  # chunks of 64 columns: a line of a box of raw
+        mine = columns // parts
+        threads = utils.WARPGROUP_SIZE // mine  # of a line; each takes 16 bytes of a chunk
+        wide = threads // 8  # chunks at once
+        turns = -(-chunks // wide)
+        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
+        piece, first_chunk = _and(thread, 7), _shr(_and(thread, threads - 1), 3)
+        line = _add(_shr(thread, threads.bit_length() - 1), _mul(part, mine))
+        inside = arith.cmpi(arith.CmpIPredicate.slt, line, lines)
+        row, phase = _line_of(line, boxes)
+        at = _add(_add(_shared(raw), row), _shl(_xor(piece, phase), 4))
+        # The second half starts where the first has its last box but one.
+        behind = 4 * boxes * _BOX - (boxes - 1) * _BOX
+
+        def load(chunk):
+            early = arith.cmpi(arith.CmpIPredicate.slt, chunk, _const(boxes))
+            box = _add(_mul(chunk, _BOX), arith.select(early, _const(0), _const(behind)))
+            return [arith.select(inside, w, _const(0)) for w in _load_shared(_add(at, box), 0, 4)]
+
+        def chunk_of(turn):
+            """(chunk of this thread, whether there is one)."""
+            chunk = _add(first_chunk, _mul(turn, wide))
+            exists = arith.cmpi(arith.CmpIPredicate.slt, chunk, _const(chunks))
+            return arith.select(exists, chunk, _const(0)), exists
+
+        peak = _const(0)
+        for turn in range(turns):
+            for word in load(chunk_of(_const(turn))[0]):
+                peak = _larger_sizes(peak, word)
+        peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # as integers, none is negative
+        distance = 1
+        while distance < threads:
+            peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
+            distance *= 2
+        up = arith.minui(arith.subi(_const(261), _shr(peak, 23)), _const(253))
+        power = _shl(up, 23)
+        unit = _shl(arith.subi(_const(254), up), 23)
+        to = _add(_add(_shared(target), row), _shl(_and(piece, 1), 3))
+
+        def store(turn):  # 8 bytes of a line of each term
+            chunk, exists = chunk_of(turn)
+            words = load(chunk)
+            pairs = [_two_terms(words[i], words[i + 1], power) for i in (0, 2)]
+            side = _xor(_or(_shr(piece, 1), _shl(_and(chunk, 1), 2)), phase)
+            place = _add(_add(to, _shl(side, 4)), _mul(_shr(chunk, 1), _BOX))
+            for term in range(2):
+                at_term = term * groups // 2 * boxes * _BOX
+                _store_shared_2(place, at_term, [pair[term] for pair in pairs], exists)
+
+        _repeat(turns, store)
+        leads = arith.cmpi(arith.CmpIPredicate.eq, _and(thread, threads - 1), _const(0))
+        _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, leads)
+
+    convert(raw_ref, jnp.int32(lines), jnp.int32(part), q_smem, unit_ref)
+
+
 def prefetch_queries(q_ref, first_line, lines, most: int) -> None:
     """Asks for `lines` lines of q, of at most `most`, in L2: by one warpgroup, long before `load_queries` in another."""
 
@@ -643,6 +720,16 @@ def _store_shared(address: ir.Value, offset: int, word: ir.Value, where: ir.Valu
     )
 
 
+def _store_shared_2(address: ir.Value, offset: int, words: list[ir.Value], where: ir.Value) -> None:
+    utils.inline_ptx(
+        f"st.shared.v2.b32 [$0+{offset}], {{$1, $2}};",
+        address,
+        *words,
+        predicate=where,
+        has_side_effects=True,
+    )
+
+
 def _store_shared_4(address: ir.Value, offset: int, words: list[ir.Value], where: ir.Value) -> None:
     utils.inline_ptx(
         f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", address, *words, predicate=where, has_side_effects=True
@@ -748,13 +835,19 @@ def _element(register: ir.Value, e: int) -> ir.Value:
     return vector.extract(register, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([e]))
 
 
-def _repeat(trips: int, body, carry=None) -> None:  # type: ignore[no-untyped-def]
-    """Emits ``for i in range(trips): carry = body(i, carry)`` with int32 i, which the compiler does not unroll; without a list
-    to carry, body(i)."""
-    loop = scf.ForOp(_const(0), _const(trips), _const(1), carry or [])
+def _repeat(trips: int | ir.Value, body, carry=None) -> list[ir.Value]:  # type: ignore[no-untyped-def]
+    """Emits ``for i in range(trips): carry = body(i, carry)`` with int32 i; without a list to carry, body(i)."""
+    stop = _const(trips) if isinstance(trips, int) else trips
+    loop = scf.ForOp(_const(0), stop, _const(1), carry or [])
     with ir.InsertionPoint(loop.body):
         i = loop.induction_variable
         scf.yield_(body(i, list(loop.inner_iter_args)) if carry else body(i) or [])
+    return list(loop.results)
+
+
+def _opaque(trips: int, ref: ir.Value) -> ir.Value:
+    """A number of trips that the compilers can't unroll by: no address of shared memory has its bit 31."""
+    return _add(_const(trips), _shr(_shared(ref), 31))
 
 
 def _shared(ref: ir.Value) -> ir.Value:

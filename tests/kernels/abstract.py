@@ -56,7 +56,7 @@ PAGE_DECLINES = [
 # The same for any Mosaic MLA decode kernel.
 MLA_DECLINES = [
     ({"q": shape((2, 9, 16, 576), "bfloat16")}, "at most 8 queries a row, got 9"),
-    ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs 138 blocks a row, more than 132"),
+    ({"q": shape((2, 8, 1100, 576), "bfloat16")}, "needs (138|275) blocks a row, more than 132"),
     ({"sm_scale": -1.0}, "sm_scale must be positive, got -1"),
 ]
 

@@ -73,7 +73,7 @@ def warpgroup(monkeypatch):
         accesses.append(("store", conflict_free(at.address + offset, 4)))
         at.memory[address[:, None] + np.arange(4)] = word[where][:, None] >> np.arange(0, 32, 8) & 0xFF
 
-    def store_shared_4(at, offset, words, where):
+    def store_shared_words(at, offset, words, where):
         for i, word in enumerate(words):
             address = (at.address + offset + 4 * i)[where]
             at.memory[address[:, None] + np.arange(4)] = word[where][:, None] >> np.arange(0, 32, 8) & 0xFF
@@ -122,9 +122,9 @@ def warpgroup(monkeypatch):
         )
         return value[:, 0] >> 16 | value[:, 1]
 
-    def repeat(trips, body, carry):
+    def repeat(trips, body, carry=None):
         for i in range(trips):
-            carry = body(number(i), carry)
+            carry = body(number(i), carry) if carry else body(number(i))
 
     compare = {"slt": np.less, "eq": np.equal}
     scalar = lambda value: SimpleNamespace(registers=SimpleNamespace(item=lambda: number(value)))
@@ -153,7 +153,7 @@ def warpgroup(monkeypatch):
         _words_array=lambda words: words, _words_of=lambda words: words, _f16_array=lambda words, _: words,
         _words_type=lambda _: None,
         _shared=lambda ref: Address(ref.memory, number(0)), _load_shared=load_shared, _store_shared=store_shared,
-        _repeat=repeat, _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_4,
+        _repeat=repeat, _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_words, _store_shared_2=store_shared_words,
         _const=number, _add=add, _mul=lambda a, b: a * b, _and=lambda a, b: a & b & 0xFFFFFFFF, _or=np.bitwise_or,
         _xor=np.bitwise_xor, _shl=lambda a, b: wrap(a << b), _shr=lambda a, b: wrap(a) >> b,
     )  # fmt: skip
@@ -216,9 +216,35 @@ def test_queries_reach_shared_memory_as_two_terms(warpgroup, columns, lines, par
     target, units = Shared(2 * columns, 5), SimpleNamespace(memory=np.zeros(4 * columns, np.uint8))
     for part in range(parts):
         registers.load_queries(GLOBAL, 5, lines, target, units, None, part, parts)
-    terms = target.read().view(E4M3)[:, :576].astype(np.float64).reshape(2, columns, 576)
+    check_terms(target, units, q[5 : 5 + lines])
+
+
+@pytest.mark.parametrize(
+    "columns, lines, boxes", [(16, 9, 5), (16, 16, 5), (32, 32, 5), (32, 27, 5), (32, 30, 3)]
+)
+def test_queries_in_shared_memory_become_two_terms(warpgroup, columns, lines, boxes):
+    rng = np.random.default_rng(1)
+    width = 128 * boxes - 64
+    q = (rng.normal(size=(columns, width)) * 2.0 ** rng.integers(-40, 40, (columns, 1))).astype(
+        ml_dtypes.bfloat16
+    )
+    rows = np.full((64, width + 64), 0xFF, np.uint8)  # NaN where no line is
+    rows[:columns] = q.view(np.uint8)[:, : width + 64]
+    rows[32 : 32 + columns] = q.view(np.uint8)[:, -width - 64 :]
+    raw, target = Shared(64, boxes), Shared(2 * columns, boxes)
+    raw.write(rows)
+    units = SimpleNamespace(memory=np.zeros(4 * columns, np.uint8))
+    for part in range(2):
+        registers.split_queries(raw, jnp.int32(lines), jnp.int32(part), 2, target, units, None)
+    assert all(free for kind, free in warpgroup if kind == "load")
+    check_terms(target, units, q[:lines])
+
+
+def check_terms(target: Shared, units: SimpleNamespace, q: np.ndarray) -> None:
     unit = units.memory.view(np.float32).astype(np.float64)
-    want = q[5 : 5 + lines].astype(np.float64)
+    (lines, width), columns = q.shape, len(unit)
+    terms = target.read().view(E4M3)[:, :width].astype(np.float64).reshape(2, columns, width)
+    want = q.astype(np.float64)
     largest = np.abs(want).max(axis=1, keepdims=True)
     got = (terms.sum(axis=0) * unit[:, None])[:lines]
     assert (np.abs(got - want) <= 2.0**-17 * largest).all()
@@ -249,14 +275,14 @@ def compiled(rows, heads, delivery="table", page_size=64, s_q=1, logit_cap=None,
         (4, 128, {"s_q": 8, "page_size": 128, "logit_cap": 30.0}),
         (40, 32, {"v_width": 256}),
     ],
-    ids=["table", "virtual ids, pages of 8", "draft of 8, 16 query tiles", "half as wide"],
+    ids=["table", "virtual ids, pages of 8", "draft of 8, 32 query tiles", "half as wide"],
 )
 def test_fits_the_gpu(rows, heads, options):
     """Shared memory in budget; two kernels, and no temporaries but the parts of cut rows: no copy of the pool, no row in
     another dtype."""
     program = compiled(rows, heads, **options)
     queries = options.get("s_q", 1) * heads
-    columns = 16 if queries <= 16 else 32 if queries <= 32 else 64
+    columns = 16 if queries <= 16 else 32
     groups = 132 // -(-queries // columns)
     parts = 2 * groups * queries * 4 * (options.get("v_width", 512) + 1)
     assert program.temp_bytes <= parts + 16 * (rows + groups) + 4096
