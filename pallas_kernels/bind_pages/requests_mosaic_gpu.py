@@ -62,8 +62,9 @@ def reserve(
     """Takes pages and a slot for rows, whole rows in lane order.
 
     demand(asked, inside, status, page_count, slot, target) gives (fault, pages, slots) of each lane; plan(usage, pages,
-    slots) whether so many fit, and how each sub-pool grows. state: (pools, requests, counters). Returns the updated `pools`, `requests`, `counters`; the
-    lanes' `granted`, `refused`, `fault` and `taken` pages; `fresh` physical slots and their `fresh_count`.
+    slots) whether so many fit, and how each sub-pool grows. state: (pools, requests, counters). Returns the updated `pools`,
+    `requests`, `counters`; the lanes' `granted`, `refused`, `fault` and `taken` pages; `fresh` physical slots and their
+    `fresh_count`.
     """
     pools, requests, counters = state
     lanes, limit = rows.shape[0], rules.max_requests
@@ -218,13 +219,14 @@ def release(
 ) -> dict[str, Any]:
     """Takes pages of ended requests, `max_pages` a trip.
 
-    state: (pools, requests, counters). rows: requests to end first; then all pages of ended requests go, in trips. None: one trip. Returns the updated
-    `pools`, `requests`, `counters`, and with rows which of them `ended`.
+    state: (pools, requests, counters). rows: requests to end first; then all pages of ended requests go, in trips. None:
+    one trip. Returns the updated `pools`, `requests`, `counters`, and with rows which of them `ended`.
     """
     pools, requests, counters = state
     limit = rules.max_requests
     lanes = 0 if rows is None else rows.shape[0]
-    threads = _threads(lanes=max(lanes, 1), rows=limit, pages=max_pages)
+    named_lanes = {} if rows is None else {"lanes": lanes}
+    threads = _threads(**named_lanes, rows=limit, pages=max_pages)
     warpgroups = threads // gmem.WARPGROUP
     _check_request_map(rules)
     windows = [i for i, kind in enumerate(rules.kinds) if not kind.owns_ids]

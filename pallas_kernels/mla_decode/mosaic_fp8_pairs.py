@@ -1,4 +1,4 @@
-"""The fp8 MLA decode kernel for 17 to 32 query columns: two warpgroups for scores and softmax, two for half of V each.
+"""The fp8 MLA decode kernel for more than 16 query columns, 32 a block: two warpgroups for scores and softmax, two for V.
 
 Tiles go to the scores' warpgroups in turn: while one is in its softmax, the other has the tensor cores. They hand P^T and the
 factors of rescaling over through shared memory. The running maximum passes from one to the other with the turn, so that

@@ -59,7 +59,7 @@ def merge(
     def kernel(part_ref, part_lse_ref, lead_ref, *refs):
         *counts_ref, out_ref, lse_ref, acc_smem, stat_smem, ready = refs
         lead, block, wg = lax.axis_index("lead"), lax.axis_index("block"), lax.axis_index("wg")
-        # Launched while the decode kernel still runs.
+        # Launched while the decode kernel still runs: leads and counts are there, or nothing is before it has ended.
         if told:
             row, group, last = mosaic_signals.read_lead(lead_ref, lead)
         else:

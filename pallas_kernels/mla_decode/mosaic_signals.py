@@ -13,14 +13,14 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 # Of so few rows all parts come at the kernel's end: to tell of each takes longer than the launch that it saves.
-FEW_ROWS = 8
+_MERGED_AT_THE_END = 8
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
 def used(rows: int) -> bool:
     """Whether the merge of a batch of so many rows is launched early and waits for parts, or waits for the kernel's end."""
-    return rows > FEW_ROWS
+    return rows > _MERGED_AT_THE_END
 
 
 def launch_merge() -> None:

@@ -91,8 +91,9 @@ def test_declines_with_the_reason(changes, reason):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads, s_q, logit_cap", [(128, 1, None), (100, 1, 30.0), (33, 3, None)])
 def test_rows_of_many_heads(heads, s_q, logit_cap):
-    """In one group of blocks all rows lie whole, in five some are cut."""
-    case = make_case([0, 1, 63, 64, 65, 200, 1000], heads=heads, s_q=s_q, logit_cap=logit_cap)
+    """In one group of blocks all rows lie whole, in five some are cut. 7 rows are merged at the kernel's end, 11 before."""
+    more = [130, 700, 0, 64] if heads != 100 else []
+    case = make_case([0, 1, 63, 64, 65, 200, 1000, *more], heads=heads, s_q=s_q, logit_cap=logit_cap)
     arrays = jnp.asarray(case.q), jnp.asarray(case.pool), case.source("table"), np.int32(case.block_offset)
     for blocks in (2, 10):
         attend = jax.jit(partial(mla_decode_mosaic, config=TuningConfig(blocks=blocks), **case.options))

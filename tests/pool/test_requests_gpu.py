@@ -189,6 +189,8 @@ def test_what_the_kernels_decline():
     with emulated():
         with pytest.raises(NotImplementedError, match="1025 rows"):
             jax.eval_shape(end, large, rows)
+        with pytest.raises(NotImplementedError, match="0 lanes"):
+            jax.eval_shape(end, small, jax.ShapeDtypeStruct((0,), jnp.int32))
         with pytest.raises(NotImplementedError, match="2000 pages"):
             jax.eval_shape(pending, small)
     with pytest.raises(NotImplementedError, match="needs a Hopper GPU"):
