@@ -93,31 +93,40 @@ class Fp8Block(Block):
 
     def load(self) -> None:
         """The warpgroup that finds the share and loads its tiles by TMA."""
-        call, page_size = self.call, self.call.source.page_size
-        load_rows = TILE // call.loads
         self.begin_loading(registers=24)
 
         def segment(b, start, stop, first_tile, tiles, n):
             kv_first, kv_stop = self.visible(b)
             blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
 
-            def one(i, carry):
-                n, blocks = carry
-                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                slot = lax.rem(n, self.slots)
-                pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
-                for j, block in enumerate(blocks):
-                    plgpu.copy_gmem_to_smem(
-                        self.pool.at[block, pl.ds(row, load_rows)],
-                        self.kv_smem.at[slot, pl.ds(j * load_rows, load_rows)],
-                        self.kv_ready.at[slot],
-                    )
-                return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
-
-            prefetch_queries(self.q, self.line(b), self.live, call.columns)
-            return lax.fori_loop(start, stop, one, (n, blocks_of(start)))[0]
+            prefetch_queries(self.q, self.line(b), self.live, self.call.columns)
+            return self.load_tiles(start, stop, first_tile, blocks_of, n)
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, jnp.int32(0))
+
+    def load_tiles(self, start, stop, first_tile, blocks_of, n):
+        """Loads a segment's tiles into the places of the ring from the n-th on. Returns the number of the next place."""
+        page_size, load_rows = self.call.source.page_size, TILE // self.call.loads
+
+        def one(i, carry):
+            n, blocks = carry
+            row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
+            slot = self.free_slot(n)
+            for j, block in enumerate(blocks):
+                plgpu.copy_gmem_to_smem(
+                    self.pool.at[block, pl.ds(row, load_rows)],
+                    self.kv_smem.at[slot, pl.ds(j * load_rows, load_rows)],
+                    self.kv_ready.at[slot],
+                )
+            return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
+
+        return lax.fori_loop(start, stop, one, (n, blocks_of(start)))[0]
+
+    def free_slot(self, n):
+        """The slot of the ring's n-th place, once it is free."""
+        slot = lax.rem(n, self.slots)
+        pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
+        return slot
 
     def token_numbers(self, tile):
         """For each token of a tile: what makes base-2 exponents of its scores, log2 of its scale, 1 / scale."""

@@ -40,16 +40,14 @@ class _Block(Fp8Block):
         A line of bf16 is wider than a row of a tile: see `split_queries`. `q_ready`: two barriers in turn, since a row's queries
         may come before those of the last row are seen.
         """
-        call, page_size = self.call, self.call.source.page_size
-        load_rows = TILE // call.loads
+        call = self.call
         box = min(call.columns, call.q.shape[1])
         self.begin_loading(registers=24)
 
         def segment(b, start, stop, first_tile, tiles, carry):
             n, rows = carry
             kv_first, kv_stop = self.visible(b)
-            slot = lax.rem(n, self.slots)
-            pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
+            slot = self.free_slot(n)
             lines = pl.ds(self.q_tile * call.columns, box)
             for half, column in enumerate((0, call.v_width)):
                 plgpu.copy_gmem_to_smem(
@@ -59,20 +57,7 @@ class _Block(Fp8Block):
                 )
             blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
 
-            def one(i, carry):
-                n, blocks = carry
-                row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
-                slot = lax.rem(n, self.slots)
-                pl.when(n >= self.slots)(lambda: plgpu.barrier_wait(self.kv_free.at[slot]))
-                for j, block in enumerate(blocks):
-                    plgpu.copy_gmem_to_smem(
-                        self.pool.at[block, pl.ds(row, load_rows)],
-                        self.kv_smem.at[slot, pl.ds(j * load_rows, load_rows)],
-                        self.kv_ready.at[slot],
-                    )
-                return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
-
-            return lax.fori_loop(start, stop, one, (n + 1, blocks_of(start)))[0], rows + 1
+            return self.load_tiles(start, stop, first_tile, blocks_of, n + 1), rows + 1
 
         share = mosaic_schedule.read_share(self.share_smem)
         self.for_segments(share, segment, (jnp.int32(0), jnp.int32(0)))

@@ -403,14 +403,7 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms, part=0,
             peak = _const(0)
             for word in words:
                 peak = _larger_sizes(peak, word)
-            peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # non-negative floats compare as integers
-            distance = 1
-            while distance < threads:
-                peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
-                distance *= 2
-            up = arith.minui(arith.subi(_const(261), _shr(peak, 23)), _const(253))
-            power = _shl(up, 23)
-            unit = _shl(arith.subi(_const(254), up), 23)
+            power, unit = _power_and_unit(peak, threads)
             present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(columns))
             phase = _and(line, 7)
             to = _add(_shared(target), _add(_mul(_shr(line, 3), boxes * _BOX), _mul(phase, _LINE)))
@@ -433,6 +426,20 @@ def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms, part=0,
             _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, leads)
 
     load(q_ref, jnp.int32(first_line), jnp.int32(lines), jnp.int32(part), q_smem, unit_ref)
+
+
+def _power_and_unit(peak, threads: int):
+    """(factor that fits a line into e4m3, its inverse): f32 powers of two as words.
+
+    peak: the larger magnitudes of a thread's words of two bf16; a line's `threads` lie together.
+    """
+    peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # non-negative floats compare as integers
+    distance = 1
+    while distance < threads:
+        peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
+        distance *= 2
+    up = arith.minui(arith.subi(_const(261), _shr(peak, 23)), _const(253))
+    return _shl(up, 23), _shl(arith.subi(_const(254), up), 23)
 
 
 def split_queries(raw_ref, lines, part, parts: int, q_smem, unit_ref, transforms) -> None:
@@ -484,14 +491,7 @@ def split_queries(raw_ref, lines, part, parts: int, q_smem, unit_ref, transforms
         for turn in range(turns):
             for word in load(chunk_of(_const(turn))[0]):
                 peak = _larger_sizes(peak, word)
-        peak = arith.maxui(_shl(peak, 16), _and(peak, -65536))  # as integers, none is negative
-        distance = 1
-        while distance < threads:
-            peak = arith.maxui(peak, utils.shfl_bfly(peak, distance))
-            distance *= 2
-        up = arith.minui(arith.subi(_const(261), _shr(peak, 23)), _const(253))
-        power = _shl(up, 23)
-        unit = _shl(arith.subi(_const(254), up), 23)
+        power, unit = _power_and_unit(peak, threads)
         to = _add(_add(_shared(target), row), _shl(_and(piece, 1), 3))
 
         def store(turn):  # 8 bytes of a line of each term

@@ -58,26 +58,28 @@ def load(ref: Ref, index: jax.Array) -> jax.Array:
     return jnp.asarray(ref.data[index])
 
 
-def store(ref: Ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+def _live(ref: Ref, index, value, live) -> tuple[np.ndarray, np.ndarray]:
+    """(index, value) of the live lanes, whose addresses lie inside the array."""
     live = np.asarray(live) != 0
     index, value = np.asarray(index)[live], np.asarray(value)[live]
     _inside(ref, index)
+    return index, value
+
+
+def store(ref: Ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
+    index, value = _live(ref, index, value, live)
     assert np.unique(index).size == index.size, "two lanes store at one address"
     ref.data[index] = value
 
 
 def atomic_min(ref: Ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
-    live = np.asarray(live) != 0
-    index, value = np.asarray(index)[live], np.asarray(value)[live]
-    _inside(ref, index)
+    index, value = _live(ref, index, value, live)
     with _here.block.lock:
         np.minimum.at(ref.data, index, value)
 
 
 def atomic_add(ref: Ref, index: jax.Array, value: jax.Array, live: jax.Array) -> None:
-    live = np.asarray(live) != 0
-    index, value = np.asarray(index)[live], np.asarray(value)[live]
-    _inside(ref, index)
+    index, value = _live(ref, index, value, live)
     with _here.block.lock:
         np.add.at(ref.data, index, value)
 
