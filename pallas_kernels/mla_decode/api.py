@@ -61,11 +61,11 @@ def mla_decode(
 
     Returns:
       out in q.dtype, and lse f32: the natural log of the sum of exp(score) over visible positions. A query that sees
-      nothing gets out 0 and lse +inf. From "mosaic" over bf16 rows lse is that of weights rounded to bf16, off by up
-      to 2**-8; over e4m3 rows, whose products Hopper adds in about 14 bits, it is within 3e-3 + 2**-13 |lse|. Results do
-      not depend on bytes that no query of the row can see, NaN included, nor on ids beyond a row's range; with one
-      implementation the three kinds of source give bit-identical results for the same rows. An entry that is negative
-      or past the pool reads the padding page.
+      nothing gets out 0 and lse +inf. With bf16 queries lse may be off by 2**-8: over bf16 rows "mosaic" gives that of
+      weights rounded to bf16, and over e4m3 rows Hopper adds products in about 14 bits. Results do not depend on bytes
+      that no query of the row can see, NaN included, nor on ids beyond a row's range; with one implementation the three
+      kinds of source give bit-identical results for the same rows. An entry that is negative or past the pool reads the
+      padding page.
 
     Raises:
       ValueError: shapes, dtypes or sizes that do not fit each other, or an unknown implementation. TypeError: a source
