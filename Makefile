@@ -1,5 +1,6 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
-.PHONY: help venv wheels golden-wheels demo test slow slow-marked machine gpu lint types deviceless random-goldens notebook newest format
+.PHONY: help venv wheels golden-wheels demo test slow slow-marked machine lint format types deviceless random-goldens \
+	notebook gpu newest
 
 # Dozens of processes import jax. Each would compile its modules anew where the environment forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -27,8 +28,9 @@ GPU_WORKERS := $(shell n=$$(nproc); echo $$((n < 20 ? n : 20)))
 NOT_SLOW := and not slow
 SLOW := slow
 
-# What also runs on the newest jax (and, compiled alone, MLA decode through jax-triton 0.4): the index operations and attention over the pool, and what names their rows. Not the
-# same program again over random batches, other head counts and other drafts: `make test` asks for these.
+# What also runs on the newest jax (and, compiled alone, MLA decode through jax-triton 0.4): the index operations and
+# attention over the pool, and what names their rows. Not the same program again over random batches, other head counts
+# and other drafts: `make test` asks for these.
 ON_NEWEST := tests/kernels/test_gather_translate.py tests/kernels/test_mla_decode.py tests/test_translator.py \
 	tests/pool/test_worked_numbers.py -k "not (RandomBatches or head_counts or many_heads or queries_are_causal)"
 

@@ -47,7 +47,7 @@ def one_by_one(
     return jax.lax.map(token, (x, chosen, weights))
 
 
-def bench(tokens: int, gate_up: jax.Array, down: jax.Array, iters: int, peers) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+def bench(tokens: int, gate_up: jax.Array, down: jax.Array, iters: int, peers: Any) -> dict[str, Any]:
     rng = np.random.default_rng(tokens)
     chosen = jnp.asarray(rng.random((tokens, EXPERTS_COUNT)).argsort(1)[:, :CHOICES], jnp.int32)
     x = jnp.asarray(rng.normal(size=(tokens, HIDDEN)), jnp.bfloat16)

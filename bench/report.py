@@ -93,7 +93,13 @@ def mla(results: Results) -> str:
         "fp8 / bf16",
         "x floor of fp8",
     )
-    return f"{table((*header, *named), first)}\n\n{table(forms, second)}\n\nTimes in us. {source(results['mla'], 'mla')}\n\n![]({PLOT.name})"
+    parts = (
+        table((*header, *named), first),
+        table(forms, second),
+        f"Times in us. {source(results['mla'], 'mla')}",
+        f"![]({PLOT.name})",
+    )
+    return "\n\n".join(parts)
 
 
 def mla_prefill(results: Results) -> str:

@@ -126,7 +126,9 @@ def prepare(case: Case, rows: int, threads: ThreadPoolExecutor) -> Work:
     return Work(rows, slots_on_card, blocks, inputs, index, programs)
 
 
-def bench(name: str, case: Case, work: Work, pool: dict[str, jax.Array], iters: int, peers) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+def bench(
+    name: str, case: Case, work: Work, pool: dict[str, jax.Array], iters: int, peers: Any
+) -> dict[str, Any]:
     """pool: holds the buffer under its only name, for each step takes it and leaves another."""
     rows, inputs, index = work.rows, work.inputs, work.index
     beside = np.stack([index[:4, 0] - 1, index[:4, -1] + 1], 1)

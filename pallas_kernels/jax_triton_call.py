@@ -1,9 +1,10 @@
 """Calls a Triton kernel from JAX through jax-triton 0.3.1 or 0.4, whichever is installed.
 
 Through 0.4 (0.4.1, Triton 3.7.0) the MLA decode kernels have been compiled for A100, RTX 4090 and H200, never run; for a
-B200 its PTX is newer than the assembler of CUDA 13.0 reads. The two differ in three ways that matter here. 0.4 emits the typed custom call that XLA can put into a command buffer
-(CUDA graph), 0.3.1 a legacy one that splits the graph; so with 0.3.1 only its compiler is used, and the call is emitted
-here. 0.4 takes `out_type` where 0.3.1 took `out_shape`. And a buffer that is updated in place is a `Ref` in 0.4.
+B200 its PTX is newer than the assembler of CUDA 13.0 reads. The two differ in three ways that matter here. 0.4 emits the
+typed custom call that XLA can put into a command buffer (CUDA graph), 0.3.1 a legacy one that splits the graph; so with
+0.3.1 only its compiler is used, and the call is emitted here. 0.4 takes `out_type` where 0.3.1 took `out_shape`. And a
+buffer that is updated in place is a `Ref` in 0.4.
 """
 
 import os

@@ -2,9 +2,9 @@
 
 A directory of golden data holds a tiny random checkpoint (bfloat16, published naming) and golden.npz, computed from it in
 float32 on the CPU: ids Int32[n] (a prompt over two pages of 64), logits Float32[n, vocab], hidden
-Float32[layers + 1, p, hidden] (what enters the first layer and leaves each, at `positions` Int32[p]), greedy Int32[64] (the tokens that follow),
-greedy_logits Float32[64, vocab] (those that each was chosen by) and margin, the smallest gap between best and second on
-that way.
+Float32[layers + 1, p, hidden] (what enters the first layer and leaves each, at `positions` Int32[p]), greedy Int32[64]
+(the tokens that follow), greedy_logits Float32[64, vocab] (those that each was chosen by) and margin, the smallest gap
+between best and second on that way.
 """
 
 from __future__ import annotations

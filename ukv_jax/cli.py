@@ -225,7 +225,8 @@ def compare(args: argparse.Namespace) -> int:
     config, tokenizer = load_config(args.model), load_tokenizer(args.model)
     if args.chunk < 1 or args.requests < 1 or args.context < 2:
         raise ValueError(
-            f"--chunk and --requests must be at least 1 and --context at least 2, got {args.chunk}, {args.requests}, {args.context}"
+            "--chunk and --requests must be at least 1 and --context at least 2, "
+            f"got {args.chunk}, {args.requests}, {args.context}"
         )
     dtype = args.dtype or config.dtype
     text = Model({}, config, tokenizer, dtype).encode(_read(args.text))

@@ -147,7 +147,8 @@ def describe(state: PoolState) -> str:
     used = sum(o.live for o in occupancy(state))
     lines += [
         "",
-        f"{kind}: {human(used)} live of {human(layout.total_bytes)} ({used / layout.total_bytes:.0%}), {human(reserved(layout))} reserved",
+        f"{kind}: {human(used)} live of {human(layout.total_bytes)} ({used / layout.total_bytes:.0%}), "
+        f"{human(reserved(layout))} reserved",
         f"requests: {requests}",
         f"faults {int(state.counters.faults)}, refused {int(state.counters.refused)}, pages moved {int(state.counters.moved)}"
         + (f", moves forbidden by {int(state.gate)} holders" if int(state.gate) else ""),

@@ -116,9 +116,19 @@ def gqa_decode_fp8(
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_head_dim), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
     warp = Warp(
-        heads=plan.heads, sharing=plan.sharing, tokens=plan.tokens, lines=_lines(queries), queries_a_head=sharing, k_width=head_dim,
-        v_width=v_head_dim, scale_heads=num_kv_heads, s_q=s_q, sm_scale=sm_scale, window=window, logit_cap=logit_cap,
-    )  # fmt: skip
+        heads=plan.heads,
+        sharing=plan.sharing,
+        tokens=plan.tokens,
+        lines=_lines(queries),
+        queries_a_head=sharing,
+        k_width=head_dim,
+        v_width=v_head_dim,
+        scale_heads=num_kv_heads,
+        s_q=s_q,
+        sm_scale=sm_scale,
+        window=window,
+        logit_cap=logit_cap,
+    )
 
     pool = buffer.reshape(-1, page_size, row_width)
     scale_pool = lax.bitcast_convert_type(buffer.reshape(-1, 4), jnp.float32)
@@ -198,10 +208,12 @@ def gqa_decode_fp8(
                         for entry, position in zip(entries, positions(i), strict=True)
                     ]
                     at = lax.rem(n, plan.stages)
+                    k_scale_block, v_scale_block = scale_blocks
+                    k_first, v_first = kv_head * head_dim, v_column + kv_head * v_head_dim
                     for smem, scale_smem, ready, free, block, scale_block, column, width in (
-                        (k_smem, k_scale_smem, k_ready, k_free, k_block, scale_blocks[0], kv_head * head_dim, head_dim),
-                        (v_smem, v_scale_smem, v_ready, v_free, v_block, scale_blocks[1], v_column + kv_head * v_head_dim, v_head_dim),
-                    ):  # fmt: skip
+                        (k_smem, k_scale_smem, k_ready, k_free, k_block, k_scale_block, k_first, head_dim),
+                        (v_smem, v_scale_smem, v_ready, v_free, v_block, v_scale_block, v_first, v_head_dim),
+                    ):
                         pl.when(n >= plan.stages)(lambda free=free: plgpu.barrier_wait(free.at[at]))
                         for j, (entry, row) in enumerate(pages):
                             here = pl.ds(j * load_rows, load_rows)

@@ -512,8 +512,8 @@ class _Plan:
         queries = config.queries or (2 if rings + 2 * one <= _SMEM_BYTES else 1)
         if rings + queries * one > _SMEM_BYTES:
             raise NotImplementedError(
-                f"{sharing} heads of {head_dim} that share a KV head need {rings + queries * one} bytes of shared memory, there are "
-                f"{_SMEM_BYTES}"
+                f"{sharing} heads of {head_dim} that share a KV head need {rings + queries * one} bytes of shared "
+                f"memory, there are {_SMEM_BYTES}"
             )
         if warpgroups == 3:
             registers = (32, 160)

@@ -1,4 +1,7 @@
-"""Runs the Triton kernel of chunks in Triton's interpreter (see `triton_interpreter`): `python -m tests.kernels.chunk_interpreter`."""
+"""Runs the Triton kernel of chunks in Triton's interpreter (see `triton_interpreter`).
+
+python -m tests.kernels.chunk_interpreter
+"""
 
 import jax
 import numpy as np

@@ -133,7 +133,16 @@ def block_scan(values: jax.Array, sums: Any, warpgroups: int) -> tuple[jax.Array
     return block_rank(values, sums, warpgroups)
 
 
-def launch(body, *, inputs, in_place, outputs, grid, warpgroups=1, scratch=None) -> dict[str, Any]:  # type: ignore[no-untyped-def]
+def launch(
+    body: Any,
+    *,
+    inputs: Any,
+    in_place: Any,
+    outputs: Any,
+    grid: Any,
+    warpgroups: int = 1,
+    scratch: Any = None,
+) -> dict[str, Any]:
     refs = jax.tree.map(lambda x: Ref(np.array(x)), {**inputs, **in_place})
     refs |= jax.tree.map(lambda x: Ref(np.full(x.shape, POISON, x.dtype)), dict(outputs))
     blocks = list(itertools.product(*map(range, grid.values())))

@@ -16,8 +16,8 @@ from tests.kernels.abstract import int32, source
 
 
 def compiled(
-    rows, heads, kv_heads, head_dim, v_head_dim=None, *, delivery="table", page_size=64, s_q=1, blocks=1000, sinks=False, extent=None,
-    **options,
+    rows, heads, kv_heads, head_dim, v_head_dim=None, *,
+    delivery="table", page_size=64, s_q=1, blocks=1000, sinks=False, extent=None, **options,
 ):  # fmt: skip
     v_head_dim = v_head_dim or head_dim
     one_row = v_head_dim != head_dim
@@ -25,8 +25,9 @@ def compiled(
 
     def attention(q, pool, source, k_offset, v_offset, q_start, sinks, bias):
         return gqa_decode(
-            q, pool, source, k_offset, None if one_row else v_offset, kv_dtype="bfloat16", num_kv_heads=kv_heads,
-            v_head_dim=v_head_dim, sm_scale=0.1, q_start=q_start, sinks=sinks, relative_bias=bias, implementation="mosaic", **options,
+            q, pool, source, k_offset, None if one_row else v_offset, kv_dtype="bfloat16",
+            num_kv_heads=kv_heads, v_head_dim=v_head_dim, sm_scale=0.1, q_start=q_start, sinks=sinks,
+            relative_bias=bias, implementation="mosaic", **options,
         )  # fmt: skip
 
     return compile_for(

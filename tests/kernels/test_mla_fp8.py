@@ -1,7 +1,8 @@
 """The fp8 MLA decode kernel without a GPU: its shared-memory accesses lane by lane, and compiled for an H200.
 
-The kernel emits its loads and conversions as MLIR for a warpgroup. Here the same functions run on NumPy arrays of 128 lanes in place of MLIR
-values, over a shared memory of bytes that counts bank conflicts, and their fragments are multiplied as PTX says WGMMA does.
+The kernel emits its loads and conversions as MLIR for a warpgroup. Here the same functions run on NumPy arrays of 128
+lanes in place of MLIR values, over a shared memory of bytes that counts bank conflicts, and their fragments are
+multiplied as PTX says WGMMA does.
 """
 
 from types import SimpleNamespace
@@ -153,7 +154,8 @@ def warpgroup(monkeypatch):
         _words_array=lambda words: words, _words_of=lambda words: words, _f16_array=lambda words, _: words,
         _words_type=lambda _: None,
         _shared=lambda ref: Address(ref.memory, number(0)), _load_shared=load_shared, _store_shared=store_shared,
-        _repeat=repeat, _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger, _two_terms=two_terms, _store_shared_4=store_shared_words, _store_shared_2=store_shared_words,
+        _repeat=repeat, _load_global=load_global, _halves_to_f16=halves, _prmt=prmt, _larger_sizes=larger,
+        _two_terms=two_terms, _store_shared_4=store_shared_words, _store_shared_2=store_shared_words,
         _const=number, _add=add, _mul=lambda a, b: a * b, _and=lambda a, b: a & b & 0xFFFFFFFF, _or=np.bitwise_or,
         _xor=np.bitwise_xor, _shl=lambda a, b: wrap(a << b), _shr=lambda a, b: wrap(a) >> b,
     )  # fmt: skip

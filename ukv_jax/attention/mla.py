@@ -25,8 +25,8 @@ def latent_spec(subpool: SubPool) -> MLASpec:
 def encode_rows(spec: MLASpec, row_width: int, kv: Float[Array, "n width"]) -> Array:
     """Rows as they are stored, `[n, row_width]` of the sub-pool's dtype.
 
-    fp8 (as bytes): `width` e4m3 values that saturate at +-448, one f32 scale (largest magnitude / 448; 1 for a row of zeros), zero
-    padding. value = e4m3 * scale.
+    fp8 (as bytes): `width` e4m3 values that saturate at +-448, one f32 scale (largest magnitude / 448; 1 for a row of
+    zeros), zero padding. value = e4m3 * scale.
     """
     if spec.dtype != "float8_e4m3fn":
         return kv.astype(spec.dtype)

@@ -42,8 +42,8 @@ def attend(
     """x and result [rows, tokens, hidden].
 
     The cache gets q [rows, tokens, heads, head_dim], k [rows, tokens, kv_heads, head_dim] and v [rows, tokens, kv_heads,
-    v_head_dim] (or None for both), stores the latter two at `cache.positions` of its cache `pool` and returns [rows, tokens, heads,
-    v_head_dim].
+    v_head_dim] (or None for both), stores the latter two at `cache.positions` of its cache `pool` and returns
+    [rows, tokens, heads, v_head_dim].
     """
 
     def project(name: str, count: int) -> Array:

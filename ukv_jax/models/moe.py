@@ -24,9 +24,9 @@ def route(
 ) -> tuple[Int32[Array, "tokens k"], Float[Array, "tokens k"], Float[Array, "tokens shared"] | None]:
     """Experts of each token, their weights (float32), and those of the shared experts (None unless shared_sink).
 
-    logit_bias is part of the router's linear map, scale multiplies all weights; `bias` takes part in the choice only (arXiv 2412.19437, section
-    2.1.2). With groups, only the best `groups_per_token` groups compete, a group being ranked by the sum of its two best
-    experts (V3) or by its best (arXiv 2405.04434, section 2.2.2).
+    logit_bias is part of the router's linear map, scale multiplies all weights; `bias` takes part in the choice only
+    (arXiv 2412.19437, section 2.1.2). With groups, only the best `groups_per_token` groups compete, a group being ranked by
+    the sum of its two best experts (V3) or by its best (arXiv 2405.04434, section 2.2.2).
     """
     logits = lax.dot_general(
         x.astype(jnp.float32), weight, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST
