@@ -1,6 +1,6 @@
 # Every target sets up what it needs: .venv in the checkout, from any Python >= 3.12 (tools/bootstrap.sh).
 .PHONY: help venv wheels golden-wheels demo test slow slow-marked machine lint format types deviceless random-goldens \
-	notebook gpu newest
+	random-goldens-sample notebook gpu newest
 
 # Dozens of processes import jax. Each would compile its modules anew where the environment forbids to keep them.
 export PYTHONDONTWRITEBYTECODE :=
@@ -24,9 +24,9 @@ DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAI
 # A worker of the GPU tests compiles on one core; 24 have run out of a card's memory. Asserts stay as they are
 # written: to have pytest rewrite them takes every worker seconds, and nearly all of them compare by numpy.
 GPU_WORKERS := $(shell n=$$(nproc); echo $$((n < 20 ? n : 20)))
-# Slow tests that compare bits have programs in common with the fast ones that do: .ci/run has `make test` run both.
+# .ci/run has `make test` run the slow tests too, NOT_SLOW="and not repeated": those that compare bits have programs in
+# common with the fast ones that do, the others take half the CPU time compiled as the fast ones are.
 NOT_SLOW := and not slow
-SLOW := slow
 
 # What also runs on the newest jax (and, compiled alone, MLA decode through jax-triton 0.4): the index operations and
 # attention over the pool, and what names their rows. Not the same program again over random batches, other head counts
@@ -50,14 +50,14 @@ demo:
 	$(PYTHON_BIN) -m ukv_jax demo
 
 test: venv
-	$(FAST_COMPILE) $(PYTEST) -m "not gpu and not slow and not deviceless and not exact"
+	$(FAST_COMPILE) $(PYTEST) -m "not gpu $(NOT_SLOW) and not deviceless and not exact"
 	$(ONE_MODULE) $(PYTEST) -m "exact and not gpu $(NOT_SLOW) and not deviceless"
 
 slow: slow-marked machine
 
 # What takes minutes, compiled as a user's programs are.
 slow-marked: venv
-	$(ONE_MODULE) $(PYTEST_SINGLY) -m "$(SLOW) and not gpu and not deviceless"
+	$(ONE_MODULE) $(PYTEST_SINGLY) -m "slow and not gpu and not deviceless"
 
 # The pool's state machine at length.
 machine: venv
@@ -89,6 +89,9 @@ deviceless: venv
 
 random-goldens: venv
 	@tools/random_goldens.sh
+
+random-goldens-sample: venv
+	@tools/random_goldens.sh sample $(SEED)
 
 notebook: venv
 	JAX_PLATFORMS=cpu .venv/bin/jupyter-execute notebooks/*.ipynb

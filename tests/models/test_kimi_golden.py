@@ -4,7 +4,7 @@ have it, logits, layers and tokens; and the trained one, logits and tokens."""
 from __future__ import annotations
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import jax
@@ -22,8 +22,10 @@ from ukv_jax.models.weights import load_model
 ROOT = Path(__file__).parents[2]
 CHUNK, STEPS = 64, 256
 CACHES = parity.caches()
-ON_EVERY_CACHE = [parity.exact_on_pools(kind, slow=True) for kind in CACHES]
-ON_UNIFIED_POOLS = [parity.exact_on_pools(kind, slow=True) for kind in CACHES if kind.startswith("unified")]
+UNIFIED = [kind for kind in CACHES if kind.startswith("unified")]
+on_pools = partial(parity.exact_on_pools, slow=True)
+# The trained checkpoint goes through streams and virtual ids too.
+random_on_pools = partial(on_pools, repeated=("unified-stream", "unified-virtual"))
 # Whole numbers of the published config that choose a form and are no size.
 SAME = {
     "first_k_dense_replace", "moe_layer_freq", "num_shared_experts", "num_expert_group", "topk_group",
@@ -46,12 +48,12 @@ def test_the_random_checkpoint_has_every_published_field_and_the_values_of_all_t
         assert config[name] == KIMI_48B[name], name
 
 
-@pytest.mark.parametrize("kind", ON_EVERY_CACHE)
+@pytest.mark.parametrize("kind", [random_on_pools(kind) for kind in CACHES])
 def test_logits_layers_and_tokens(kind):
     parity.check_run(run_random(kind), parity.load_golden("kimi_linear"))
 
 
-@pytest.mark.parametrize("kind", ON_UNIFIED_POOLS)
+@pytest.mark.parametrize("kind", [random_on_pools(kind) for kind in UNIFIED])
 def test_unified_pools_equal_the_static_one_bit_for_bit(kind):
     parity.check_same_bits(run_random(kind), run_random("static-table"))
 
@@ -76,7 +78,7 @@ def run(golden):
     return cache(lambda name: generate(CACHES[name], prompts, "float32", STEPS))
 
 
-on_every_cache = pytest.mark.parametrize("name", ON_EVERY_CACHE)
+on_every_cache = pytest.mark.parametrize("name", [on_pools(kind) for kind in CACHES])
 
 
 def generate(make_cache, prompts, dtype, steps):
@@ -139,7 +141,7 @@ def test_bfloat16_stays_near(golden):
         assert parity.relative(logits[g["positions"]], g["logits"]) <= 0.1
 
 
-@pytest.mark.parametrize("name", ON_UNIFIED_POOLS)
+@pytest.mark.parametrize("name", [on_pools(kind) for kind in UNIFIED])
 def test_pools_and_deliveries_agree_bit_for_bit(run, name):
     """The same kernel over a unified pool and a static split: only block ids differ, so no bit of the logits may."""
     for found, expected in zip(run(name), run("static-table"), strict=True):

@@ -97,16 +97,21 @@ def test_an_environment_is_reused_only_with_the_pinned_versions(tmp_path, instal
     fresh = f'if [ "$2" = venv ]; then mkdir -p "$3/bin"; cp {tmp_path}/fresh "$3/bin/python"; fi\n'
     stand_in(tmp_path / "fresh")
     stand_in(tmp_path / "python311", fresh)
+    calls = run_script(tmp_path, log, "--count", "3")
+    assert ("pip" in calls) == (not reused)
+    assert ("torch==2.13.0 transformers==5.24.0" in calls) == (not reused)
+    assert "-m tools.make_random_goldens --out .cache/random-goldens --count 3" in calls
+    assert calls.count("-m pytest") == 2
+    assert "--draw 7" in run_script(tmp_path, log, "sample", "7")
+
+
+def run_script(directory: Path, log: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["sh", tmp_path / "tools/random_goldens.sh", "--count", "3"],
-        env=os.environ | {"PYTHON311": str(tmp_path / "python311")},
+        ["sh", directory / "tools/random_goldens.sh", *arguments],
+        env=os.environ | {"PYTHON311": str(directory / "python311")},
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    calls = log.read_text()
-    assert ("pip" in calls) == (not reused)
-    assert ("torch==2.13.0 transformers==5.24.0" in calls) == (not reused)
-    assert "-m tools.make_random_goldens --out .cache/random-goldens --count 3" in calls
-    assert calls.count("-m pytest") == 2
+    return log.read_text()
