@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import l2_hints
 from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule, mosaic_signals
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, Block, Call, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
@@ -249,7 +250,7 @@ class FewBlock(Block):
                 later = tokens.load_ids(positions(jnp.minimum(i + 1, stop - 1)))
                 rows = tokens.rows(ids, positions(i))
                 for box, first, _, ready in free_boxes(n):
-                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED)
+                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED, once=True)
                     mosaic_gather.report(ready)
                 return n + 1, later
 
@@ -272,6 +273,7 @@ def _kernel(
     inverse_smem, lse_smem = factor_smem.at[_SLOTS], factor_smem.at[_SLOTS + 1]
     scratch_smem = factor_smem.at[pl.ds(_SLOTS + 2, 4)]
     log2e = math.log2(math.e)
+    l2_hints.bring_once()  # parts of rows stay in L2 until they are merged
     pl.when(role == LOAD)(lambda: block.load_tiles(rest_smem, q_smem, q_ready, q_free))
 
     @pl.when(role == _SCORES)

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import paged_mosaic
+from pallas_kernels import l2_hints, paged_mosaic
 from pallas_kernels.mla_decode import mosaic_few, mosaic_gather, mosaic_merge, mosaic_schedule, mosaic_signals
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
@@ -287,6 +287,9 @@ def _decode(
                 lax.div(mosaic_schedule.row_end(share, group, tiles) - 1, share.size),
             )
 
+        if q_tiles == 1:  # or another block wants the same pages
+            l2_hints.bring_once()
+
         @pl.when(role == _LOAD)
         def load():
             mosaic_schedule.find_share(
@@ -337,7 +340,7 @@ def _decode(
             def load_rows(n, lines):
                 """The same with these rows of the pool, each by itself."""
                 for target, columns, ready in free_boxes(n):
-                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED)
+                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED, once=q_tiles == 1)
                     mosaic_gather.report(ready)
 
             def segment(b, start, stop, first_tile, tiles, n):

@@ -3,6 +3,8 @@
 What it computes on a GPU is in test_mla_decode.py; what it shares with the kernel for more lines in test_mla_mosaic.py.
 """
 
+import re
+
 import pytest
 
 from tests.deviceless import requires_plugin
@@ -39,3 +41,21 @@ def test_compiles_without_spills_or_serialization(heads, options, ptxas_reports)
     for report in reports:
         assert " 0 bytes spill stores" in report
         assert "serialized" not in report
+
+
+@pytest.mark.deviceless
+@requires_plugin
+@pytest.mark.parametrize("heads, once", [(32, True), (64, True), (128, False)])
+@pytest.mark.parametrize("delivery, page_size", [("table", 64), ("stream", 1)])
+def test_l2_gives_kv_up_first_where_one_block_reads_it(heads, once, delivery, page_size, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    compile_mla(
+        64, heads, delivery, page_size, s_q=1, pool_blocks=1000 * 64 // page_size, row_bytes=1152,
+        kv_dtype="bfloat16", row_width=576, v_width=512, sm_scale=0.1,
+    )  # fmt: skip
+    loads = re.findall(
+        r"(?:cp\.async\.bulk\.tensor\S*shared\S*global|cp\.async\.cg)\S*", capfd.readouterr().out
+    )
+    assert len(loads) >= 5
+    hinted = ["cache_hint" in load for load in loads]
+    assert all(hinted) if once else not any(hinted)
