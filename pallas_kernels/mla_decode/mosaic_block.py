@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import paged_mosaic
+from pallas_kernels import l2_hints, paged_mosaic
 from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
@@ -117,6 +117,8 @@ class Call:
             first_extra = inputs + 5
             outputs, scratch = rest[inputs:first_extra], rest[first_extra + len(extra) :]
             more = rest[first_extra : first_extra + len(extra)]
+            if self.q_tiles == 1:  # or another block wants the same pages
+                l2_hints.bring_once()  # so parts of rows stay in L2 until they are merged
             block = block_type(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5], *more)
             kernel(block, *scratch[5:])
 

@@ -20,7 +20,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import l2_hints
 from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule, mosaic_signals
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, Block, Call, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
@@ -273,7 +272,6 @@ def _kernel(
     inverse_smem, lse_smem = factor_smem.at[_SLOTS], factor_smem.at[_SLOTS + 1]
     scratch_smem = factor_smem.at[pl.ds(_SLOTS + 2, 4)]
     log2e = math.log2(math.e)
-    l2_hints.bring_once()  # parts of rows stay in L2 until they are merged
     pl.when(role == LOAD)(lambda: block.load_tiles(rest_smem, q_smem, q_ready, q_free))
 
     @pl.when(role == _SCORES)

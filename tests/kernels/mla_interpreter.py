@@ -5,9 +5,11 @@ WGMMA with operands in registers, so what the kernel writes in MLIR is replaced 
 the split of the batch (test_mla_schedule.py tests that one lane by lane).
 """
 
+from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -102,6 +104,25 @@ def find_share(
         out_ref[i] = jnp.int32(value)
 
 
+MANY_ROWS = [70, 0, 130, 64, 200, 1, 128, 65, 90, 63, 140]
+
+_told: Counter[int] = Counter()  # by part
+_awaited: dict[int, int] = {}  # how often the merge wants to hear of a part
+
+
+def tell(ref, part):
+    """Tells the host: the interpreter has no atomic addition."""
+    jax.debug.callback(lambda part: _told.update([int(part)]), part)
+
+
+def wait_for_parts(ref, group, count, *, groups, tellers, tile=0, tiles=1):
+    def note(group, count, tile):
+        slots = [groups + group, *range(group + 1, group + count)]
+        _awaited.update({int(slot * tiles + tile): tellers for slot in slots})
+
+    jax.debug.callback(note, group, count, tile)
+
+
 def substitute(kernel, add_products) -> None:
     """In the module of a decode kernel."""
     kernel.store_rows = store_rows
@@ -118,9 +139,9 @@ def substitute(kernel, add_products) -> None:
     plgpu.async_prefetch = lambda ref: None
     # The interpreter runs one kernel after the other.
     l2_hints.bring_once = lambda: None
-    mosaic_signals.launch_merge, mosaic_signals.tell = lambda: None, lambda ref, part: None
+    mosaic_signals.launch_merge, mosaic_signals.tell = lambda: None, tell
     mosaic_signals.read_lead = lambda ref, lead: tuple(ref[lead, i] for i in range(3))
-    mosaic_signals.wait_for_parts = lambda *_, **__: None
+    mosaic_signals.wait_for_parts = wait_for_parts
     plgpu.griddepcontrol_wait = plgpu.griddepcontrol_launch_dependents = lambda: None
     # A kernel may end with slots of its ring free and nobody waiting for that; the interpreter takes it for a mistake.
     deallocate = shared_memory.Barrier.deallocate
@@ -135,7 +156,10 @@ def substitute(kernel, add_products) -> None:
     shared_memory.Barrier.deallocate = lenient
 
 
-def check(case, delivery: str, **tuning: int) -> None:
+def check(case, delivery: str, told: bool = False, **tuning: int) -> None:
+    """`told`: whether the merge waits for parts instead of the kernel's end, which must then be told of as it wants."""
+    _told.clear()
+    _awaited.clear()
     # Races are printed as they are found; what the interpreter keeps of them is that of its last kernel, the merge.
     with (
         redirect_stdout(StringIO()) as printed,
@@ -152,6 +176,9 @@ def check(case, delivery: str, **tuning: int) -> None:
         results = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
     case.check(*results)
+    jax.effects_barrier()
+    assert _told == _awaited, (_told, _awaited)
+    assert bool(_told) == told
 
 
 def main() -> None:
@@ -166,6 +193,8 @@ def main() -> None:
     check(make_case([40, 150], heads=70), "table", blocks=4)
     # Single rows.
     check(make_case([77, 0, 140], heads=40, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2)
+    # More rows than are merged at the kernel's end, cut between five blocks of two query tiles each.
+    check(make_case(MANY_ROWS, heads=70), "table", told=True, blocks=10)
     print("right, no races")
 
 
