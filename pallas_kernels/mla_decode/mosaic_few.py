@@ -249,7 +249,7 @@ class FewBlock(Block):
                 later = tokens.load_ids(positions(jnp.minimum(i + 1, stop - 1)))
                 rows = tokens.rows(ids, positions(i))
                 for box, first, _, ready in free_boxes(n):
-                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED, once=True)
+                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED)
                     mosaic_gather.report(ready)
                 return n + 1, later
 

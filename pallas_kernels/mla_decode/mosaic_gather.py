@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import gmem, l2_hints
+from pallas_kernels import gmem
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.paged_mosaic import PAGE_SIZES
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
@@ -123,12 +123,8 @@ def place(thread, tile_stride: int):
     return piece, (row >> 3) * tile_stride + line * _CHUNK_BYTES + (piece ^ line) * _PIECE
 
 
-def copy_rows(
-    ref, rows: jax.Array, target, column: int | jax.Array, transforms: Any, once: bool = False
-) -> None:
+def copy_rows(ref, rows: jax.Array, target, column: int | jax.Array, transforms: Any) -> None:
     """Starts ``target[i] = ref[rows of i, column : column + width]`` by cp.async; `column` is a multiple of 8.
-
-    `once`: no other block wants these rows, see `l2_hints`.
 
     `ref` is bf16 [n, row_width] in global memory with rows of a multiple of 16 bytes; `target` bf16 [tile, width] in shared
     memory, tiled (8, 64) with 128-byte swizzle, as `transforms` say. Addresses are computed in 64 bits.
@@ -139,7 +135,6 @@ def copy_rows(
     row_bytes = 2 * ref.shape[1]
     piece, to = place(gmem.iota(gmem.WARPGROUP), chunks * tile_bytes)
     lanes = gmem.lanes(gmem.WARPGROUP)
-    hint, policy = (".L2::cache_hint", f", {l2_hints.EVICT_FIRST}") if once else ("", "")
     fixed, moving = (column, 0) if isinstance(column, int) else (0, column)
 
     @plgpu.inline_mgpu(
@@ -161,7 +156,7 @@ def copy_rows(
         for k, (row,) in enumerate(gmem.registers(rows)):
             at = [(k * (_ROWS // 8) * chunks + c) * tile_bytes for c in range(chunks)]
             copies = " ".join(
-                f"cp.async.cg.shared.global{hint}.L2::128B [$0+{at[c]}], [a+{2 * fixed + c * _CHUNK_BYTES}], {_PIECE}{policy};"
+                f"cp.async.cg.shared.global.L2::128B [$0+{at[c]}], [a+{2 * fixed + c * _CHUNK_BYTES}], {_PIECE};"
                 for c in range(chunks)
             )
             # The address is made anew for each box: kept, those of all rows would take a third of the registers.

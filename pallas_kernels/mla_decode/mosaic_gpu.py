@@ -340,7 +340,7 @@ def _decode(
             def load_rows(n, lines):
                 """The same with these rows of the pool, each by itself."""
                 for target, columns, ready in free_boxes(n):
-                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED, once=q_tiles == 1)
+                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED)
                     mosaic_gather.report(ready)
 
             def segment(b, start, stop, first_tile, tiles, n):

@@ -53,7 +53,7 @@ def lower_half(values):
     return (values - upper_half(values).astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def copy_rows(ref, rows, target, column, transforms, once=False):
+def copy_rows(ref, rows, target, column, transforms):
     target[...] = ref[:, pl.ds(column, target.shape[1])][rows[::8]]
 
 

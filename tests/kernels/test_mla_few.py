@@ -5,6 +5,7 @@ What it computes on a GPU is in test_mla_decode.py; what it shares with the kern
 
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from tests.deviceless import requires_plugin
@@ -45,17 +46,18 @@ def test_compiles_without_spills_or_serialization(heads, options, ptxas_reports)
 
 @pytest.mark.deviceless
 @requires_plugin
-@pytest.mark.parametrize("heads, once", [(32, True), (64, True), (128, False)])
-@pytest.mark.parametrize("delivery, page_size", [("table", 64), ("stream", 1)])
-def test_l2_gives_kv_up_first_where_one_block_reads_it(heads, once, delivery, page_size, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    "heads, kv_dtype, once",
+    [(32, "bfloat16", True), (64, "bfloat16", True), (128, "bfloat16", False), (32, "float8_e4m3fn", True)],
+)
+def test_l2_gives_kv_up_first_where_one_block_reads_it(heads, kv_dtype, once, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    width = 576 if kv_dtype == "bfloat16" else 640
     compile_mla(
-        64, heads, delivery, page_size, s_q=1, pool_blocks=1000 * 64 // page_size, row_bytes=1152,
-        kv_dtype="bfloat16", row_width=576, v_width=512, sm_scale=0.1,
+        64, heads, "virtual", 64, s_q=1, pool_blocks=1000, row_bytes=width * jnp.dtype(kv_dtype).itemsize,
+        kv_dtype=kv_dtype, row_width=width, v_width=512, sm_scale=0.1,
     )  # fmt: skip
-    loads = re.findall(
-        r"(?:cp\.async\.bulk\.tensor\S*shared\S*global|cp\.async\.cg)\S*", capfd.readouterr().out
-    )
-    assert len(loads) >= 5
+    loads = re.findall(r"cp\.async\.bulk\.tensor\S*shared\S*global\S*", capfd.readouterr().out)
+    assert len(loads) >= 2
     hinted = ["cache_hint" in load for load in loads]
     assert all(hinted) if once else not any(hinted)
