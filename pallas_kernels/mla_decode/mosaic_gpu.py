@@ -330,11 +330,11 @@ def _decode(
 
                     @pl.loop(0, PIECES)
                     def piece(j, target=target, columns=columns, ready=ready):
-                        rows = pl.ds(pl.multiple_of(j * height, height), height)
+                        span = pl.ds(pl.multiple_of(j * height, height), height)
                         needed = j * height < live
                         plgpu.barrier_arrive(ready, predicate=jnp.logical_not(needed))
                         pl.when(needed)(
-                            lambda: plgpu.copy_gmem_to_smem(source.at[rows, columns], target.at[rows], ready)
+                            lambda: plgpu.copy_gmem_to_smem(source.at[span, columns], target.at[span], ready)
                         )
 
             def load_rows(n, lines):

@@ -22,11 +22,11 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 from pallas_kernels.mla_decode import mosaic_signals
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
+from pallas_kernels.mla_decode.mosaic_merge import FEW_ROWS
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _BLOCK, _QUERIES = 64, 8  # of V's columns and of queries, in a line
 _LINE = _BLOCK * _QUERIES
-_FEW_ROWS = 16
 _TILED = (plgpu.TilingTransform((8, _BLOCK)), plgpu.SwizzleTransform(128))
 
 
@@ -68,7 +68,7 @@ def leave(blocks, ref, line) -> None:
 
 
 def fetch(ref, lse_ref, line, first, queries: int):
-    """(f32 [64, queries] in the WGMMA layout of what `leave` has left in ``ref[line:]``, ``lse_ref[first : first + queries]``)."""
+    """What `leave` has left in ``ref[line:]``, f32 [64, queries] in the WGMMA layout, and ``lse_ref[first : first + queries]``."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR),
@@ -122,7 +122,7 @@ def merge(
     if groups == 1:
         return out, lse
     # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
-    few = out.shape[0] // queries <= _FEW_ROWS
+    few = out.shape[0] // queries <= FEW_ROWS
     columns, together = (_QUERIES, 16) if few else (queries, 2)
     early = mosaic_signals.used(out.shape[0] // queries)
 
