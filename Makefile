@@ -24,9 +24,9 @@ DEVICELESS := PYTHONPATH=.cache/plugins JAX_PLATFORMS=cpu JAX_SKIP_CUDA_CONSTRAI
 # A worker of the GPU tests compiles on one core; 24 have run out of a card's memory. Asserts stay as they are
 # written: to have pytest rewrite them takes every worker seconds, and nearly all of them compare by numpy.
 GPU_WORKERS := $(shell n=$$(nproc); echo $$((n < 20 ? n : 20)))
-# .ci/run has `make test` run the slow tests too, NOT_SLOW="and not repeated": those that compare bits have programs in
+# .ci/run has `make test` run the slow tests too, LEFT_OUT="and not repeated": those that compare bits have programs in
 # common with the fast ones that do, the others take half the CPU time compiled as the fast ones are.
-NOT_SLOW := and not slow
+LEFT_OUT := and not slow
 
 # What also runs on the newest jax (and, compiled alone, MLA decode through jax-triton 0.4): the index operations and
 # attention over the pool, and what names their rows. Not the same program again over random batches, other head counts
@@ -38,7 +38,7 @@ help:
 	@echo "make demo        a hybrid model decoding from one byte pool, beside a static split"
 	@echo "make test        the fast test suite (no GPU needed); make slow runs the rest"
 	@echo "make deviceless  compile the kernels and steps for GPUs that need not be here"
-	@echo "make random-goldens  models of random shape against transformers, in an environment of its own"
+	@echo "make random-goldens  models of random shape against transformers, in an environment of its own (-sample: two of each)"
 	@echo "make gpu         the suites and benchmarks that need a GPU, with the python3 of a CUDA jaxlib"
 	@echo "make lint types notebook newest"
 
@@ -50,8 +50,8 @@ demo:
 	$(PYTHON_BIN) -m ukv_jax demo
 
 test: venv
-	$(FAST_COMPILE) $(PYTEST) -m "not gpu $(NOT_SLOW) and not deviceless and not exact"
-	$(ONE_MODULE) $(PYTEST) -m "exact and not gpu $(NOT_SLOW) and not deviceless"
+	$(FAST_COMPILE) $(PYTEST) -m "not gpu $(LEFT_OUT) and not deviceless and not exact"
+	$(ONE_MODULE) $(PYTEST) -m "exact and not gpu $(LEFT_OUT) and not deviceless"
 
 slow: slow-marked machine
 

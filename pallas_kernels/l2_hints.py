@@ -11,25 +11,29 @@ _LOAD = "nvvm.cp.async.bulk.tensor.shared.cluster.global"
 
 
 def bring_once() -> None:
-    """All that the kernel brings by TMA from here on is used once: L2 gives it up before anything else.
+    """L2 gives up what this kernel brings by TMA before anything else: KV is used once, and queries hardly more often.
 
     Pallas has no argument for that, so copies get it when they are lowered: each kernel has a launch context of its own, and
-    its `async_copy` is what lowers them.
+    its `async_copy` is what lowers them. A jax that lowers copies otherwise gives no hint, only a slower kernel;
+    tests/kernels/test_mla_few.py looks for it in the PTX.
     """
 
     @plgpu.inline_mgpu()
     def hint(context):
-        copy = context.async_copy
+        copy = getattr(context, "async_copy", None)
+        if copy is None:
+            return
 
         @wraps(copy)
         def copy_with_hint(*args, **kwargs):
             i64 = ir.IntegerType.get_signless(64)
             policy = arith.constant(i64, ir.IntegerAttr.get(i64, EVICT_FIRST))
-            copy(*args, **kwargs)
+            result = copy(*args, **kwargs)
             operations = list(ir.InsertionPoint.current.block.operations)
             for operation in operations[operations.index(policy.owner) :]:
                 if operation.operation.name == _LOAD:
                     _add_hint(operation, policy)
+            return result
 
         context.async_copy = copy_with_hint
 
@@ -40,6 +44,7 @@ def _add_hint(load, policy) -> None:
     with ir.InsertionPoint(load):
         nvvm.cp_async_bulk_tensor_shared_cluster_global(
             load.dstMem, load.tmaDescriptor, load.coordinates, load.mbar, load.im2colOffsets,
-            multicast_mask=load.multicastMask, predicate=load.predicate, l2_cache_hint=policy,
+            multicast_mask=load.multicastMask, predicate=load.predicate, l2_cache_hint=policy, mode=load.mode,
+            is_cta_only=load.isCTAOnly, group=load.group,
         )  # fmt: skip
     load.operation.erase()

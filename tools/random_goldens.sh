@@ -2,7 +2,7 @@
 # Runs transformers on models of random shape, 20 of each family, and our tests on what it wrote.
 #
 #   tools/random_goldens.sh [options of tools.make_random_goldens, such as --family inkling --count 3]
-#   tools/random_goldens.sh sample [SEED]  only two of each family, drawn by SEED (default: the clock), which is printed
+#   tools/random_goldens.sh sample [SEED] [options]  only two of each family, drawn by SEED (default: the clock), which is printed
 #   tools/random_goldens.sh environment    only installs what the other forms need
 #
 # transformers lives in an environment of its own (Python 3.11, torch for CPU). Where there is no Python 3.11, or torch
@@ -43,9 +43,13 @@ fi
 [ "${1:-}" != environment ] || exit 0
 
 if [ "${1:-}" = sample ]; then
-    seed=${2:-$(date +%s)}
-    echo "random goldens: two of each family; the same again: tools/random_goldens.sh sample $seed"
-    set -- --draw "$seed"
+    shift
+    case "${1:-}" in
+        "" | -*) seed=$(date +%s) ;;
+        *) seed=$1 && shift ;;
+    esac
+    echo "random goldens: two of each family; the same again: tools/random_goldens.sh sample $seed $*"
+    set -- --draw "$seed" "$@"
 fi
 
 rm -rf "$out"

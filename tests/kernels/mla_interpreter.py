@@ -104,7 +104,9 @@ def find_share(
         out_ref[i] = jnp.int32(value)
 
 
-MANY_ROWS = [70, 0, 130, 64, 200, 1, 128, 65, 90, 63, 140]
+MANY_ROWS = [70, 0, 130, 64, 200, 1, 128, 65, 90, 63, 140] + [
+    5
+] * 6  # so many that the merge takes its form for many, too
 
 _told: Counter[int] = Counter()  # by part
 _awaited: dict[int, int] = {}  # how often the merge wants to hear of a part
@@ -193,8 +195,8 @@ def main() -> None:
     check(make_case([40, 150], heads=70), "table", blocks=4)
     # Single rows.
     check(make_case([77, 0, 140], heads=40, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2)
-    # More rows than are merged at the kernel's end, cut between five blocks of two query tiles each.
-    check(make_case(MANY_ROWS, heads=70), "table", told=True, blocks=10)
+    # More rows than are merged at the kernel's end, cut between six pairs of blocks for two query tiles.
+    check(make_case(MANY_ROWS, heads=70), "table", told=True, blocks=12)
     print("right, no races")
 
 

@@ -136,6 +136,7 @@ def experts(implementation: str) -> None:
 
 CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-few": (mla, ("mosaic", "bfloat16", 16)),
+    "mla-few-late": (mla, ("mosaic", "bfloat16", 16, 64, 11)),
     "mla-many": (mla, ("mosaic", "bfloat16", 128)),
     "mla-late": (mla, ("mosaic", "bfloat16", 128, 64, 11)),  # a row for every group of blocks
     "mla-rows-few": (mla, ("mosaic", "bfloat16", 16, 1)),

@@ -48,7 +48,13 @@ def test_compiles_without_spills_or_serialization(heads, options, ptxas_reports)
 @requires_plugin
 @pytest.mark.parametrize(
     "heads, kv_dtype, once",
-    [(32, "bfloat16", True), (64, "bfloat16", True), (128, "bfloat16", False), (32, "float8_e4m3fn", True)],
+    [
+        (32, "bfloat16", True),
+        (48, "bfloat16", True),
+        (128, "bfloat16", False),
+        (32, "float8_e4m3fn", True),
+        (64, "float8_e4m3fn", False),
+    ],
 )
 def test_l2_gives_kv_up_first_where_one_block_reads_it(heads, kv_dtype, once, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")

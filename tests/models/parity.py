@@ -42,8 +42,8 @@ def caches(page_size: int = 64) -> dict[str, Callable[..., Any]]:
 def exact_on_pools(*values: str, slow: bool = False, repeated: tuple[str, ...] = ()) -> Any:
     """Parameters of a test, the last the name of a cache: what runs on a pool is to be compared bit by bit.
 
-    `slow`: streams and virtual ids are among the slow tests. `repeated`: caches on which another model runs that has the
-    same kinds of memory.
+    `slow`: streams and virtual ids are among the slow tests. `repeated`: caches on which another model with such memory
+    runs.
     """
     marks = [] if values[-1] == "dense" else [pytest.mark.exact]
     if slow and values[-1] in ("unified-stream", "unified-virtual"):

@@ -24,8 +24,7 @@ PAGE = 16  # pages that leave the window of 20 tokens all along
 CACHES = parity.caches(PAGE)
 pytestmark = pytest.mark.filterwarnings("ignore:.*not loaded.*")
 run = cache(lambda kind: parity.run("inkling", CACHES[kind]))
-# The trained Kimi-Linear and Falcon-H1 go through virtual ids, gpt-oss does with windows.
-on_pools = partial(parity.exact_on_pools, slow=True, repeated=("unified-virtual",))
+on_pools = partial(parity.exact_on_pools, slow=True)
 
 
 def test_the_data_spans_pages_windows_and_biases_and_has_no_ties():

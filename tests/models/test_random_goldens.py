@@ -102,7 +102,9 @@ def test_an_environment_is_reused_only_with_the_pinned_versions(tmp_path, instal
     assert ("torch==2.13.0 transformers==5.24.0" in calls) == (not reused)
     assert "-m tools.make_random_goldens --out .cache/random-goldens --count 3" in calls
     assert calls.count("-m pytest") == 2
-    assert "--draw 7" in run_script(tmp_path, log, "sample", "7")
+    calls = run_script(tmp_path, log, "sample", "7", "--family", "inkling")
+    assert "--draw 7 --family inkling" in calls
+    assert calls.count("-m pytest") == 4
 
 
 def run_script(directory: Path, log: Path, *arguments: str) -> str:
