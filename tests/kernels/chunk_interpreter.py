@@ -1,6 +1,6 @@
 """Runs the Triton kernel of chunks in Triton's interpreter (see `triton_interpreter`).
 
-python -m tests.kernels.chunk_interpreter
+Run it as `python -m tests.kernels.chunk_interpreter`.
 """
 
 import jax

@@ -1,6 +1,6 @@
 """Runs the Mosaic kernel of chunks in Pallas' GPU interpreter, with race detection.
 
-python -m tests.kernels.chunk_mosaic_interpreter
+Run it as `python -m tests.kernels.chunk_mosaic_interpreter`.
 
 What is replaced by its meaning, and why: `tests.kernels.mla_interpreter`.
 """

@@ -1,6 +1,6 @@
 """Runs the fp8 MLA decode kernels in Pallas' GPU interpreter, with race detection.
 
-python -m tests.kernels.mla_fp8_interpreter
+Run it as `python -m tests.kernels.mla_fp8_interpreter`.
 
 See mla_interpreter.py. What the kernels do in inline MLIR is replaced by its meaning (test_mla_fp8.py runs those functions
 lane by lane), so this shows their control: rings, barriers, masks, splits, exchange and the scale of a token.
