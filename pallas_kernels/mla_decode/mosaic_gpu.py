@@ -288,7 +288,7 @@ def _decode(
             )
 
         if q_tiles == 1:  # or another block wants the same pages
-            l2_hints.bring_once()
+            l2_hints.bring_once()  # so parts of rows stay in L2 until they are merged
 
         @pl.when(role == _LOAD)
         def load():

@@ -104,9 +104,8 @@ def find_share(
         out_ref[i] = jnp.int32(value)
 
 
-MANY_ROWS = [70, 0, 130, 64, 200, 1, 128, 65, 90, 63, 140] + [
-    5
-] * 6  # so many that the merge takes its form for many, too
+# So many that the merge takes its form for large batches.
+MANY_ROWS = [70, 0, 130, 64, 200, 1, 128, 65, 90, 63, 140, *[5] * 6]
 
 _told: Counter[int] = Counter()  # by part
 _awaited: dict[int, int] = {}  # how often the merge wants to hear of a part
