@@ -6,7 +6,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm
 
-_EVICT_FIRST = (
+EVICT_FIRST = (
     0x12F0000000000000  # of all lines; as CUTLASS has it (cute/arch/copy_sm90_desc.hpp, CacheHintSm90)
 )
 _LOAD = "nvvm.cp.async.bulk.tensor.shared.cluster.global"
@@ -29,7 +29,7 @@ def bring_once() -> None:
         @wraps(copy)
         def copy_with_hint(*args, **kwargs):
             i64 = ir.IntegerType.get_signless(64)
-            policy = arith.constant(i64, ir.IntegerAttr.get(i64, _EVICT_FIRST))
+            policy = arith.constant(i64, ir.IntegerAttr.get(i64, EVICT_FIRST))
             result = copy(*args, **kwargs)
             operations = list(ir.InsertionPoint.current.block.operations)
             for operation in operations[operations.index(policy.owner) :]:

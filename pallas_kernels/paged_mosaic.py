@@ -53,10 +53,29 @@ def page_entry(source: ReadSource, refs: Any, b: jax.Array, column: jax.Array) -
 
     refs: of the source's arrays, in the order of its fields. An id that names no virtual page has the padding page's entry.
     """
+    return entry_of(source, translate(source, refs, refs[0][line_of(source, refs, b), column]))
+
+
+def line_of(source: ReadSource, refs: Any, b: jax.Array) -> jax.Array:
+    """The line of the table, or of the request map, that names the pages of row b."""
     if isinstance(source, PageTable):
-        return refs[0][b, column]
+        return b
     assert isinstance(source, VirtualPages), "a stream names no pages"
-    requests, row_ids, v2p = refs
-    page = requests[jnp.clip(row_ids[b], 0, requests.shape[0] - 1), column]
-    page = jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)
-    return jnp.maximum(v2p[page], 0) * source.blocks_per_page
+    requests, row_ids, _ = refs
+    return jnp.clip(row_ids[b], 0, requests.shape[0] - 1)
+
+
+def translate(source: ReadSource, refs: Any, page: jax.Array) -> jax.Array:
+    """What `v2p` holds for a page of the request map; in a table stand entries already."""
+    if isinstance(source, PageTable):
+        return page
+    v2p = refs[2]
+    return v2p[jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)]
+
+
+def entry_of(source: ReadSource, translated: jax.Array) -> jax.Array:
+    """The entry, once it was translated. Apart from it, so that code may go on while memory answers."""
+    if isinstance(source, PageTable):
+        return translated
+    assert isinstance(source, VirtualPages), "a stream names no pages"
+    return jnp.maximum(translated, 0) * source.blocks_per_page

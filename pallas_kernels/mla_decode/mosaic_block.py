@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import l2_hints, paged_mosaic
+from pallas_kernels import kernel_start, l2_hints, paged_mosaic
 from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
@@ -119,6 +119,7 @@ class Call:
             more = rest[first_extra : first_extra + len(extra)]
             if self.q_tiles == 1:  # or another block wants the same pages
                 l2_hints.bring_once()  # so parts of rows stay in L2 until they are merged
+            kernel_start.fetch([*ranges, offset], ids, self.blocks)
             block = block_type(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5], *more)
             kernel(block, *scratch[5:])
 
@@ -242,28 +243,37 @@ class Block:
             s_q=call.s_q,
             **options,
         )
-        plgpu.commit_smem()
         plgpu.barrier_arrive(self.share_ready)
         plgpu.set_max_registers(registers, action="decrease")
 
     def blocks_of(self, b, first_tile, kv_first, kv_stop):
         """A function from a tile of a segment of row b to the blocks of the pool that hold its pages."""
+        ids_of = self.page_ids(b, first_tile, kv_first, kv_stop)
+        return lambda tile: tuple(self.block_of(page) for page in self.translate(ids_of(tile)))
+
+    def page_ids(self, b, first_tile, kv_first, kv_stop):
+        """A function from a tile of a segment of row b to what the table, or the request map, has for its pages."""
         page_size = self.call.source.page_size
         first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
+        line = paged_mosaic.line_of(self.call.source, self.ids, b)
 
-        def blocks_of(tile):
+        def ids_of(tile):
             column = lax.div((first_tile + tile) * TILE, page_size)
             # Pages of the tile outside the row's range load a neighbour again: their ids may be anything.
             return tuple(
-                self._block_of(b, jnp.clip(column + j, first_column, last_column))
+                self.ids[0][line, jnp.clip(column + j, first_column, last_column)]
                 for j in range(self.call.loads)
             )
 
-        return blocks_of
+        return ids_of
 
-    def _block_of(self, b, column):
-        """Block of the pool that holds page `column` of row b; the padding page's for an id that names nothing."""
-        entry = paged_mosaic.page_entry(self.call.source, self.ids, b, column)
+    def translate(self, ids):
+        """What `v2p` has for them, which `block_of` takes."""
+        return tuple(paged_mosaic.translate(self.call.source, self.ids, page) for page in ids)
+
+    def block_of(self, translated):
+        """Block of the pool of a page; the padding page's for an id that names nothing."""
+        entry = paged_mosaic.entry_of(self.call.source, translated)
         block = entry + self.offset[0]
         good = (entry >= 0) & (block >= 0) & (block < self.pool.shape[0])
         return jnp.where(good, block, self.offset[0])

@@ -31,10 +31,11 @@ MOST_QUERIES = 32  # of a row: what leaves room for two tiles and two sets of qu
 _LEFT, _SCORES = 1, 2  # roles of the warpgroups; the last one has V's right half
 _ROW = 1  # price of a row in tiles
 _SLOTS = 2  # of the rings of KV tiles, queries and P
+# Whether V of a tile comes in two boxes instead of four, and the place of P has no barrier of its own: of two ways, one to go.
+_FEW_BARRIERS = False
 _PIECES = 4  # of a tile in which a row ends
 _PIECE = TILE // _PIECES  # rows
 _CHUNK = 64  # columns of a swizzled line, and the M of a WGMMA
-_BOX = 128  # columns of V in a box, which arrives by itself
 _TILED = (plgpu.TilingTransform((8, _CHUNK)), plgpu.SwizzleTransform(128))
 
 
@@ -100,9 +101,14 @@ class FewCall(Call):
         return 2**31 - TILE if isinstance(self.source, TokenStream) else super().width_tokens
 
     @property
+    def box(self) -> int:
+        """Columns of V in a box, which arrives by itself."""
+        return self.v_width // 2 if _FEW_BARRIERS else 128
+
+    @property
     def v_boxes(self) -> int:
-        """Boxes of `_BOX` columns of V in which a tile arrives; one more has the columns behind V."""
-        return self.v_width // _BOX
+        """Boxes of V in which a tile arrives; one more has the columns behind V."""
+        return self.v_width // self.box
 
     def run(self):
         """(out, lse) of ``rows * queries`` lines."""
@@ -114,7 +120,7 @@ class FewCall(Call):
             num_threads=4,
             slots=_SLOTS,
             scratch_types=[
-                plgpu.SMEM((_SLOTS, self.v_boxes, TILE, _BOX), jnp.bfloat16, transforms=_TILED),
+                plgpu.SMEM((_SLOTS, self.v_boxes, TILE, self.box), jnp.bfloat16, transforms=_TILED),
                 barrier(num_arrivals=self.arrivals, num_barriers=_SLOTS * (self.v_boxes + 1)),
                 barrier(num_arrivals=2, num_barriers=_SLOTS),
                 plgpu.SMEM((8,), jnp.int32),
@@ -126,9 +132,9 @@ class FewCall(Call):
                 barrier(num_barriers=_SLOTS),
                 barrier(num_barriers=_SLOTS),
                 barrier(num_barriers=_SLOTS),
-                barrier(num_arrivals=2, num_barriers=_SLOTS),
                 barrier(),
                 barrier(num_arrivals=2),
+                *([] if _FEW_BARRIERS else [barrier(num_arrivals=2, num_barriers=_SLOTS)]),
             ],
             extra=[jax.ShapeDtypeStruct((2 * self.groups,), jnp.int32)],
             pool=self.pool.reshape(-1, width) if self.single else None,
@@ -168,10 +174,10 @@ class FewBlock(Block):
 
     def boxes(self, slot, rest_smem):
         """(box of the tile in `slot`, its first column, columns, its barrier), for each box."""
-        boxes, width = self.call.v_boxes, self.call.width - self.call.v_width
+        boxes, box, width = self.call.v_boxes, self.call.box, self.call.width - self.call.v_width
         for g in range(boxes):
-            yield self.kv_smem.at[slot, g], g * _BOX, _BOX, self.kv_ready.at[slot * (boxes + 1) + g]
-        yield rest_smem.at[slot], boxes * _BOX, width, self.kv_ready.at[slot * (boxes + 1) + boxes]
+            yield self.kv_smem.at[slot, g], g * box, box, self.kv_ready.at[slot * (boxes + 1) + g]
+        yield rest_smem.at[slot], boxes * box, width, self.kv_ready.at[slot * (boxes + 1) + boxes]
 
     def load_tiles(self, rest_smem, q_smem, q_ready, q_free) -> None:
         """The warpgroup that finds the share and loads queries and tiles."""
@@ -187,7 +193,6 @@ class FewBlock(Block):
         def segment(b, start, stop, first_tile, tiles, carry):
             n, k = carry
             kv_first, kv_stop = self.visible(b)
-            blocks_of = self.blocks_of(b, first_tile, kv_first, kv_stop)
 
             def free_boxes(n):
                 slot = lax.rem(n, _SLOTS)
@@ -195,7 +200,11 @@ class FewBlock(Block):
                 yield from self.boxes(slot, rest_smem)
 
             def by_pages(i, carry):
-                n, blocks = carry
+                n, translated, *later = carry
+                ahead: tuple[Any, ...] = ()
+                if later:  # on their way while this tile is asked for
+                    ahead = self.translate(*later), ids_of(jnp.minimum(i + 2, stop - 1))
+                blocks = [self.block_of(page) for page in translated]
                 position = (first_tile + i) * TILE
                 row = lax.rem(position, page_size) if page_size > TILE else 0
                 boxes = list(free_boxes(n))
@@ -232,7 +241,9 @@ class FewBlock(Block):
                     pages()
                 else:
                     lax.cond(position + (TILE - _PIECE) < kv_stop, pages, pieces)
-                return n + 1, blocks_of(jnp.minimum(i + 1, stop - 1))
+                if not later:
+                    ahead = (self.translate(ids_of(jnp.minimum(i + 1, stop - 1))),)
+                return n + 1, *ahead
 
             if call.single:
                 line = mosaic_gather.line(call.source, self.ids, self.ranges[0], b)
@@ -249,25 +260,39 @@ class FewBlock(Block):
                 later = tokens.load_ids(positions(jnp.minimum(i + 1, stop - 1)))
                 rows = tokens.rows(ids, positions(i))
                 for box, first, _, ready in free_boxes(n):
-                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED)
+                    mosaic_gather.copy_rows(self.pool, rows, box, first, _TILED, once=True)
                     mosaic_gather.report(ready)
                 return n + 1, later
 
-            ids = tokens.load_ids(positions(start)) if call.single else blocks_of(start)
             q_slot = lax.rem(k, _SLOTS)
             pl.when(k >= _SLOTS)(lambda: plgpu.barrier_wait(q_free.at[q_slot]))
-            plgpu.copy_gmem_to_smem(self.q.at[b], q_smem.at[q_slot], q_ready.at[q_slot])
-            n, _ = lax.fori_loop(start, stop, by_rows if call.single else by_pages, (n, ids))
+            # Queries are asked for while ids are on their way.
+            copy_queries = lambda: plgpu.copy_gmem_to_smem(
+                self.q.at[b], q_smem.at[q_slot], q_ready.at[q_slot]
+            )
+            if call.single:
+                ids = tokens.load_ids(positions(start))
+                copy_queries()
+                n, _ = lax.fori_loop(start, stop, by_rows, (n, ids))
+            else:
+                ids_of = self.page_ids(b, first_tile, kv_first, kv_stop)
+                # Ids are read two tiles ahead, and what `v2p` has for them one: of several pages a tile, that would take too many
+                # registers.
+                ids, *later = [
+                    ids_of(jnp.minimum(start + i, stop - 1)) for i in range(2 if call.loads == 1 else 1)
+                ]
+                copy_queries()
+                n, *_ = lax.fori_loop(start, stop, by_pages, (n, self.translate(ids), *later))
             return n, k + 1
 
         self.for_segments(mosaic_schedule.read_share(self.share_smem), segment, (jnp.int32(0), jnp.int32(0)))
 
 
 def _kernel(
-    block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, p_free, end_ready, end_free
+    block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, end_ready, end_free, *p_free
 ) -> None:  # fmt: skip
     call, role = block.call, block.role
-    columns, half, queries = call.columns, call.v_width // 2, call.queries
+    columns, half, box, queries = call.columns, call.v_width // 2, call.box, call.queries
     blocks_of_half = half // _CHUNK
     inverse_smem, lse_smem = factor_smem.at[_SLOTS], factor_smem.at[_SLOTS + 1]
     scratch_smem = factor_smem.at[pl.ds(_SLOTS + 2, 4)]
@@ -292,11 +317,13 @@ def _kernel(
                 position = (first_tile + i) * TILE
 
                 def product(s_ref):
-                    for box, first, width, ready in block.boxes(slot, rest_smem):
+                    for tile_box, first, width, ready in block.boxes(slot, rest_smem):
                         plgpu.barrier_wait(ready)
                         if call.single:
                             mosaic_gather.order_reads()
-                        plgpu.wgmma(s_ref, box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0)))
+                        plgpu.wgmma(
+                            s_ref, tile_box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0))
+                        )
                     return s_ref[...]
 
                 s = pl.run_scoped(product, plgpu.ACC((TILE, columns), jnp.float32))
@@ -315,7 +342,7 @@ def _kernel(
                     # P is 0 in those rows, but 0 * NaN is NaN. A loop that the compiler can't unroll: this runs rarely, and
                     # instructions that run once come slowly.
                     @pl.loop(0, call.v_boxes + jnp.minimum(kv_stop, 0))  # kv_stop >= 1
-                    def box(g):
+                    def clear_box(g):
                         zero_rows(block.kv_smem.at[slot, g], kv_first - position, kv_stop - position, _TILED)
 
                 edge = tail | ((position + TILE > q_position + 1) if call.s_q > 1 else False)
@@ -332,7 +359,9 @@ def _kernel(
                 stay = lambda s, peak: (peak, full((columns,), 1.0, COLUMNS))
                 peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
                 p = jnp.exp2(s - down(peak, s))
-                pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(p_free.at[slot]))
+                # Without that barrier: this tile was asked for when both halves of V had let its place, so the same P, go.
+                if not _FEW_BARRIERS:
+                    pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(p_free[0].at[slot]))
                 rounded = p.astype(jnp.bfloat16)
                 p_smem.at[slot].transpose((1, 0))[...] = rounded
                 factor_smem[slot] = decay
@@ -359,7 +388,7 @@ def _kernel(
     @pl.when((role != LOAD) & (role != _SCORES))
     def values():
         left = role == _LEFT
-        first_box = jnp.where(left, 0, half // _BOX)
+        first_box = jnp.where(left, 0, half // box)
         plgpu.set_max_registers(136, action="increase")
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
@@ -369,7 +398,7 @@ def _kernel(
         def place(slot, c, rows=TILE):
             """Block c of this half of V."""
             return block.kv_smem.at[
-                slot, first_box + c * _CHUNK // _BOX, pl.ds(0, rows), pl.ds(c * _CHUNK % _BOX, _CHUNK)
+                slot, first_box + c * _CHUNK // box, pl.ds(0, rows), pl.ds(c * _CHUNK % box, _CHUNK)
             ]
 
         def segment(b, start, stop, first_tile, tiles, n):
@@ -382,7 +411,8 @@ def _kernel(
                 decay = plgpu.load(factor_smem.at[slot], layout=COLUMNS)
                 accs = [acc * down(decay, acc) for acc in accs]
                 accs = add_products(accs, [place(slot, c) for c in range(blocks_of_half)], p_smem.at[slot])
-                plgpu.barrier_arrive(p_free.at[slot])
+                if not _FEW_BARRIERS:
+                    plgpu.barrier_arrive(p_free[0].at[slot])
                 # A whole row leaves by way of its last tile's place.
                 pl.when((i < stop - 1) | jnp.logical_not(whole))(
                     lambda: plgpu.barrier_arrive(block.kv_free.at[slot])
@@ -404,10 +434,10 @@ def _kernel(
                 for c, acc in enumerate(accs):
                     place(last, c, columns).transpose((1, 0))[...] = acc.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                for g in range(half // _BOX):
+                for g in range(half // box):
                     plgpu.copy_smem_to_gmem(
                         block.kv_smem.at[last, first_box + g, pl.ds(0, columns)],
-                        block.out.at[pl.ds(block.line(b), columns), pl.ds((first_box + g) * _BOX, _BOX)],
+                        block.out.at[pl.ds(block.line(b), columns), pl.ds((first_box + g) * box, box)],
                     )
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(block.kv_free.at[last])

@@ -23,7 +23,7 @@ from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
-from pallas_kernels import gmem
+from pallas_kernels import gmem, l2_hints
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.paged_mosaic import PAGE_SIZES
 from pallas_kernels.read_source import PageTable, ReadSource, TokenStream, VirtualPages
@@ -123,11 +123,14 @@ def place(thread, tile_stride: int):
     return piece, (row >> 3) * tile_stride + line * _CHUNK_BYTES + (piece ^ line) * _PIECE
 
 
-def copy_rows(ref, rows: jax.Array, target, column: int | jax.Array, transforms: Any) -> None:
+def copy_rows(
+    ref, rows: jax.Array, target, column: int | jax.Array, transforms: Any, once: bool = False
+) -> None:
     """Starts ``target[i] = ref[rows of i, column : column + width]`` by cp.async; `column` is a multiple of 8.
 
     `ref` is bf16 [n, row_width] in global memory with rows of a multiple of 16 bytes; `target` bf16 [tile, width] in shared
-    memory, tiled (8, 64) with 128-byte swizzle, as `transforms` say. Addresses are computed in 64 bits.
+    memory, tiled (8, 64) with 128-byte swizzle, as `transforms` say. Addresses are computed in 64 bits. `once`: L2 gives these
+    rows up before anything else, as of `l2_hints.bring_once`.
     """
 
     chunks = target.shape[1] * 2 // _CHUNK_BYTES
@@ -148,6 +151,10 @@ def copy_rows(ref, rows: jax.Array, target, column: int | jax.Array, transforms:
         i32, i64 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(64)
         [(piece, to)] = gmem.registers(piece, to)
         shared = arith.addi(llvm.ptrtoint(i32, utils.memref_ptr(target)), to)
+        if once:
+            # The sum again, but of one register for ptxas: of an address and a policy that are both in uniform registers
+            # ptxas 13.0 makes an instruction that the card calls illegal.
+            shared = arith.maxui(shared, to)
         base = llvm.ptrtoint(i64, utils.memref_ptr(ref))
         piece = arith.addi(
             arith.muli(piece, utils.c(_PIECE, i32)), arith.shli(moving.registers.item(), utils.c(1, i32))
@@ -155,14 +162,15 @@ def copy_rows(ref, rows: jax.Array, target, column: int | jax.Array, transforms:
         base = arith.addi(base, arith.extui(i64, piece))
         for k, (row,) in enumerate(gmem.registers(rows)):
             at = [(k * (_ROWS // 8) * chunks + c) * tile_bytes for c in range(chunks)]
+            hint, policy = (".L2::cache_hint", ", $3") if once else (".L2::128B", "")
             copies = " ".join(
-                f"cp.async.cg.shared.global.L2::128B [$0+{at[c]}], [a+{2 * fixed + c * _CHUNK_BYTES}], {_PIECE};"
+                f"cp.async.cg.shared.global{hint} [$0+{at[c]}], [a+{2 * fixed + c * _CHUNK_BYTES}], {_PIECE}{policy};"
                 for c in range(chunks)
             )
             # The address is made anew for each box: kept, those of all rows would take a third of the registers.
             utils.inline_ptx(
                 f"{{ .reg .b64 a; mad.wide.s32 a, $1, {row_bytes}, $2; {copies} }}",
-                shared, row, base, has_side_effects=True,
+                shared, row, base, *([utils.c(l2_hints.EVICT_FIRST, i64)] if once else []), has_side_effects=True,
             )  # fmt: skip
 
     copy(ref, rows, target, piece, to, jnp.int32(moving))

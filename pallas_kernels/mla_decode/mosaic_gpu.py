@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
-from pallas_kernels import l2_hints, paged_mosaic
+from pallas_kernels import kernel_start, l2_hints, paged_mosaic
 from pallas_kernels.mla_decode import mosaic_few, mosaic_gather, mosaic_merge, mosaic_schedule, mosaic_signals
 from pallas_kernels.mla_decode.mosaic_registers import (
     add_products,
@@ -290,13 +290,14 @@ def _decode(
         if q_tiles == 1:  # or another block wants the same pages
             l2_hints.bring_once()  # so parts of rows stay in L2 until they are merged
 
+        kernel_start.fetch([*range_refs, offset_ref], id_refs, config.blocks)
+
         @pl.when(role == _LOAD)
         def load():
             mosaic_schedule.find_share(
                 range_refs, rows, group, groups, share_smem, width_tokens=width_tokens, s_q=s_q,
                 indptr_ref=id_refs[1] if stream else None, capacity=columns,
             )  # fmt: skip
-            plgpu.commit_smem()
             plgpu.barrier_arrive(share_ready)
             plgpu.set_max_registers(32 if single else 24, action="decrease")
             share = mosaic_schedule.read_share(share_smem)
@@ -340,7 +341,7 @@ def _decode(
             def load_rows(n, lines):
                 """The same with these rows of the pool, each by itself."""
                 for target, columns, ready in free_boxes(n):
-                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED)
+                    mosaic_gather.copy_rows(pool_ref, lines, target, columns.start, _TILED, once=q_tiles == 1)
                     mosaic_gather.report(ready)
 
             def segment(b, start, stop, first_tile, tiles, n):
@@ -374,6 +375,8 @@ def _decode(
                     load_rows(n, tokens.rows(ids, positions(i)))
                     return step(n), later
 
+                # Queries are asked for while ids are on their way.
+                load_queries = lambda: load_pages(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
                 ids: tuple[Any, ...]
                 if single:
                     line = mosaic_gather.line(source, id_refs, range_refs[0], b)
@@ -382,6 +385,7 @@ def _decode(
                     )
                     positions = lambda tile: tokens.positions((first_tile + tile) * TILE)
                     body, ids = by_rows, (tokens.load_ids(positions(start)),)
+                    load_queries()
                 else:
                     first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
                     line = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1) if translate else b
@@ -395,9 +399,9 @@ def _decode(
                             for j in range(pages_of_tile)
                         ]
 
-                    entries = [entry_of(page) for page in ids_of(start)]
-                    body, ids = by_pages, (entries, ids_of(start + 1))
-                load_pages(n, [q_ref.at[b, pl.ds(q_tile * M, box)]], box)
+                    pages, later = ids_of(start), ids_of(start + 1)
+                    load_queries()
+                    body, ids = by_pages, ([entry_of(page) for page in pages], later)
                 n, *_ = lax.fori_loop(start, stop, body, (step(n), *ids))
                 return n
 

@@ -20,6 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, memref, nvvm, scf
 
+from pallas_kernels import kernel_start
+
 TILE = 64  # KV positions a tile
 _OVERHEAD = 4  # tiles' worth of fixed work for each row that a block touches
 _NEVER = 2**31 - 1
@@ -71,7 +73,7 @@ def find_share(
     all. `indptr_ref`, `capacity`: bounds of the rows in a token stream and its length; a row has no more positions than ids.
     `overhead`: what a row costs a group beside its tiles, in tiles, where rows are of several lengths.
     `cut_evenly`: whether the same number of groups for each row of one length is worth 1/16 in balance where that cuts rows.
-    Follow with `plgpu.commit_smem` before another warpgroup reads.
+    Another warpgroup may read them behind a barrier at which this one arrives, without `plgpu.commit_smem`: that is for TMA.
     """
     ranges, ref = tuple(row_range_refs), plgpu.RefType()
     indptrs = () if indptr_ref is None else (indptr_ref,)
@@ -129,22 +131,30 @@ def _emit_find_share(
     constant = lambda value: arith.constant(index, ir.IntegerAttr.get(index, value))
     less = lambda a, b: arith.cmpi(arith.CmpIPredicate.slt, a, b)
     everyone, zero, none = const(-1), const(0), const(batch)
-    lane = arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_LANES))
+    lane_of_warp = lambda: arith.remui(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), const(_LANES))
+    lane = lane_of_warp()
 
-    def tiles_of(row):
+    def numbers_of(row, ranges, indptr):
+        """What the arrays say of the row, or of another if there is no such row."""
+        at = [arith.index_cast(index, arith.select(less(row, const(batch)), row, const(0)))]
+        bounds = (
+            [] if indptr is None else [memref.load(indptr, [arith.addi(at[0], constant(i))]) for i in (0, 1)]
+        )
+        return [memref.load(ref, at) for ref in ranges], bounds
+
+    def tiles_of(row, numbers=None):
         """(tiles of the row, whether there is such a row)."""
         inside = less(row, none)
-        at = [arith.index_cast(index, arith.select(inside, row, zero))]
-        kv_start = memref.load(ranges[0], at)
+        (kv_start, kv_end, *q_starts), bounds = numbers or numbers_of(row, ranges, indptr)
         start = arith.maxsi(kv_start, zero)
-        q_stop = kv_end = memref.load(ranges[1], at)
+        q_stop = kv_end
         stop = arith.minsi(kv_end, const(width_tokens))
         if indptr is not None:
-            begin, end = (memref.load(indptr, [arith.addi(at[0], constant(i))]) for i in (0, 1))
+            begin, end = bounds
             ids = arith.subi(arith.minsi(end, const(capacity)), begin)
             stop = arith.minsi(stop, arith.addi(kv_start, ids))
-        if len(ranges) == 3:
-            q_stop = arith.addi(memref.load(ranges[2], at), const(s_q))
+        if q_starts:
+            q_stop = arith.addi(q_starts[0], const(s_q))
             stop = arith.minsi(stop, q_stop)
         if reach is not None:
             start = arith.maxsi(start, arith.subi(q_stop, const(reach)))
@@ -157,27 +167,33 @@ def _emit_find_share(
     rows_each = -(-batch // _LANES)
     first_row = arith.muli(lane, const(rows_each))
     in_flight = min(rows_each, _IN_FLIGHT)
+    early = [None] * in_flight
+    if rows_each == in_flight:  # all that the survey reads is asked for at the start of the kernel
+        outer = kernel_start.outer
+        outside = [outer(ref) for ref in ranges], None if indptr is None else outer(indptr)
+        with kernel_start.insertion_point():
+            first = arith.muli(lane_of_warp(), const(rows_each))
+            early = [numbers_of(arith.addi(first, const(j)), *outside) for j in range(rows_each)]
 
     def survey(i, carry):
         mine, least, most = carry
         first = arith.muli(i, const(in_flight))
-        for tiles, inside in [row_of_lane(arith.addi(first, const(j))) for j in range(in_flight)]:
+        for tiles, inside in [row_of_lane(arith.addi(first, const(j)), early[j]) for j in range(in_flight)]:
             mine = arith.addi(mine, tiles)
             least = arith.minui(least, arith.select(inside, tiles, const(_NEVER)))
             most = arith.maxui(most, tiles)
         return [mine, least, most]
 
-    def row_of_lane(i):
+    def row_of_lane(i, numbers):
         row = arith.addi(first_row, i)
         # Rows past this lane's are the next one's.
-        return tiles_of(arith.select(less(i, const(rows_each)), row, none))
+        return tiles_of(arith.select(less(i, const(rows_each)), row, none), numbers)
 
     mine, least, most = _repeat(-(-rows_each // in_flight), [zero, const(_NEVER), zero], survey)
-    total = mine
-    for distance in (16, 8, 4, 2, 1):
-        total = arith.addi(total, mgpu.utils.shfl_bfly(total, distance))
-        least = arith.minui(least, mgpu.utils.shfl_bfly(least, distance))
-        most = arith.maxui(most, mgpu.utils.shfl_bfly(most, distance))
+    redux, kinds = mgpu.utils.redux, mgpu.utils.ReductionKind
+    total = redux(mine, everyone, kinds.ADD)
+    # Signed, as both are below 2**31.
+    least, most = redux(least, everyone, kinds.MIN), redux(most, everyone, kinds.MAX)
 
     up = lambda a, b: arith.divui(arith.addi(a, arith.subi(b, const(1))), b)
     # Rows of one length: whole groups a row, or whole rows a group.
@@ -202,9 +218,9 @@ def _emit_find_share(
 
     shuffle = lambda value, other, kind, clamp: nvvm.shfl_sync(everyone, value, other, const(clamp), kind)
 
-    def through(cost):
-        """Sum of the costs of the lanes up to this one."""
-        for distance in (1, 2, 4, 8, 16):
+    def through(cost, lanes):
+        """Sum of the costs of the lanes up to this one, if it is among the first `lanes`; others cost nothing and get less."""
+        for distance in [d for d in (1, 2, 4, 8, 16) if d < lanes]:
             before = shuffle(cost, const(distance), nvvm.ShflKind.up, 0)
             cost = arith.addi(cost, arith.select(less(lane, const(distance)), zero, before))
         return cost
@@ -218,7 +234,7 @@ def _emit_find_share(
     # First the lane whose rows hold an end, then the row.
     rows_here = arith.maxsi(arith.minsi(arith.subi(none, first_row), const(rows_each)), zero)
     cost = arith.addi(mine, arith.muli(overhead, rows_here))
-    start = arith.subi(through(cost), cost)
+    start = arith.subi(through(cost, -(-batch // rows_each)), cost)
     found = []
     for at in ends:
         some, hit, base = first_past(at, start, cost)
@@ -231,7 +247,7 @@ def _emit_find_share(
             row_here = arith.select(less(i, const(rows_each)), arith.addi(first, i), none)
             tiles, inside = tiles_of(row_here)  # in the L1 cache by now
             cost = arith.select(inside, arith.addi(tiles, overhead), zero)
-            end = arith.addi(base, through(cost))
+            end = arith.addi(base, through(cost, rows_each))
             some, hit, hit_start = first_past(at, arith.subi(end, cost), cost)
             fresh = arith.andi(arith.cmpi(arith.CmpIPredicate.eq, row, none), some)
             hit = arith.addi(arith.addi(first, arith.muli(chunk, const(_LANES))), hit)

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret import shared_memory
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import gmem, l2_hints
+from pallas_kernels import gmem, kernel_start, l2_hints
 from pallas_kernels.mla_decode import mosaic_gather, mosaic_gpu, mosaic_schedule, mosaic_signals
 from tests.kernels.mla_case import make_case
 
@@ -53,7 +53,7 @@ def lower_half(values):
     return (values - upper_half(values).astype(jnp.float32)).astype(jnp.bfloat16)
 
 
-def copy_rows(ref, rows, target, column, transforms):
+def copy_rows(ref, rows, target, column, transforms, once=False):
     target[...] = ref[:, pl.ds(column, target.shape[1])][rows[::8]]
 
 
@@ -139,7 +139,7 @@ def substitute(kernel, add_products) -> None:
     gmem.load, gmem.iota = lambda ref, index: ref[...][index], jnp.arange
     plgpu.async_prefetch = lambda ref: None
     # The interpreter runs one kernel after the other.
-    l2_hints.bring_once = lambda: None
+    l2_hints.bring_once, kernel_start.fetch = lambda: None, lambda own, spread, blocks: None
     mosaic_signals.launch_merge, mosaic_signals.tell = lambda: None, tell
     mosaic_signals.read_lead = lambda ref, lead: tuple(ref[lead, i] for i in range(3))
     mosaic_signals.wait_for_parts = wait_for_parts

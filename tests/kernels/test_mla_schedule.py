@@ -4,6 +4,7 @@ The kernel emits the split as MLIR for one warp. Here the same function runs on 
 values, and its answer is compared with the definition.
 """
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -51,6 +52,8 @@ def warp(monkeypatch):
         CmpIPredicate=SimpleNamespace(slt="slt", eq="eq", ne="ne", ule="ule"),
     )  # fmt: skip
     kinds = SimpleNamespace(up="up", idx="idx")
+    reductions = SimpleNamespace(ADD=np.sum, MIN=np.min, MAX=np.max)
+    reduce = lambda value, _, kind: lanes(np.int32(kind(value)))
     ballot = lambda _, flag, kind: lanes(
         np.int32(np.uint32(sum(int(f) << i for i, f in enumerate(flag))).view(np.int32))
     )
@@ -77,7 +80,8 @@ def warp(monkeypatch):
         gpu=SimpleNamespace(thread_id=lambda _: LANES.astype(np.int32) + 64, Dimension=SimpleNamespace(x="x")),
         llvm=SimpleNamespace(intr_cttz=lowest_bit),
         memref=SimpleNamespace(load=lambda ref, at: ref[at[0]], store=store),
-        mgpu=SimpleNamespace(utils=SimpleNamespace(shfl_bfly=lambda value, distance: value[LANES ^ distance])),
+        mgpu=SimpleNamespace(utils=SimpleNamespace(redux=reduce, ReductionKind=reductions)),
+        kernel_start=SimpleNamespace(insertion_point=nullcontext, outer=lambda ref: ref),
     ).items():  # fmt: skip
         monkeypatch.setattr(schedule, name, value)
 
