@@ -31,8 +31,6 @@ MOST_QUERIES = 32  # of a row: what leaves room for two tiles and two sets of qu
 _LEFT, _SCORES = 1, 2  # roles of the warpgroups; the last one has V's right half
 _ROW = 1  # price of a row in tiles
 _SLOTS = 2  # of the rings of KV tiles, queries and P
-# Whether V of a tile comes in two boxes instead of four, and the place of P has no barrier of its own: of two ways, one to go.
-_FEW_BARRIERS = False
 _PIECES = 4  # of a tile in which a row ends
 _PIECE = TILE // _PIECES  # rows
 _CHUNK = 64  # columns of a swizzled line, and the M of a WGMMA
@@ -102,8 +100,8 @@ class FewCall(Call):
 
     @property
     def box(self) -> int:
-        """Columns of V in a box, which arrives by itself."""
-        return self.v_width // 2 if _FEW_BARRIERS else 128
+        """Columns of V in a box, which arrives by itself: half of V, for each barrier more is made before anything else."""
+        return self.v_width // 2
 
     @property
     def v_boxes(self) -> int:
@@ -134,7 +132,6 @@ class FewCall(Call):
                 barrier(num_barriers=_SLOTS),
                 barrier(),
                 barrier(num_arrivals=2),
-                *([] if _FEW_BARRIERS else [barrier(num_arrivals=2, num_barriers=_SLOTS)]),
             ],
             extra=[jax.ShapeDtypeStruct((2 * self.groups,), jnp.int32)],
             pool=self.pool.reshape(-1, width) if self.single else None,
@@ -289,7 +286,7 @@ class FewBlock(Block):
 
 
 def _kernel(
-    block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, end_ready, end_free, *p_free
+    block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, end_ready, end_free
 ) -> None:  # fmt: skip
     call, role = block.call, block.role
     columns, half, box, queries = call.columns, call.v_width // 2, call.box, call.queries
@@ -359,10 +356,8 @@ def _kernel(
                 stay = lambda s, peak: (peak, full((columns,), 1.0, COLUMNS))
                 peak, decay = lax.cond(any_above(s, peak + SLACK) > 0, follow, stay, s, peak)
                 p = jnp.exp2(s - down(peak, s))
-                # Without that barrier: this tile was asked for when both halves of V had let its place, so the same P, go.
-                if not _FEW_BARRIERS:
-                    pl.when(n >= _SLOTS)(lambda: plgpu.barrier_wait(p_free[0].at[slot]))
                 rounded = p.astype(jnp.bfloat16)
+                # P's place is free: this tile was asked for when both halves of V had let go of the tile before, and of its P.
                 p_smem.at[slot].transpose((1, 0))[...] = rounded
                 factor_smem[slot] = decay
                 plgpu.commit_smem()
@@ -411,8 +406,6 @@ def _kernel(
                 decay = plgpu.load(factor_smem.at[slot], layout=COLUMNS)
                 accs = [acc * down(decay, acc) for acc in accs]
                 accs = add_products(accs, [place(slot, c) for c in range(blocks_of_half)], p_smem.at[slot])
-                if not _FEW_BARRIERS:
-                    plgpu.barrier_arrive(p_free[0].at[slot])
                 # A whole row leaves by way of its last tile's place.
                 pl.when((i < stop - 1) | jnp.logical_not(whole))(
                     lambda: plgpu.barrier_arrive(block.kv_free.at[slot])
