@@ -1,9 +1,9 @@
 """Paged MLA decode in bf16 for up to 32 query lines a row, for Hopper in Pallas Mosaic GPU: products transposed.
 
-The schedule is that of `mosaic_gpu`; parts of cut rows and their merge are in `mosaic_parts`. What differs: heads are columns,
-as few as there are (in eights), not 64 padded rows. S^T = K Q^T and O^T = V^T P^T take K and V^T straight from the tile in
-shared memory, so that a tile needs half of the tensor cores' time and leaves its place early enough for a block that fell
-behind to catch up.
+The schedule is that of `mosaic_gpu`; parts of cut rows and their merge are in `mosaic_parts`, that of one or two rows in
+`mosaic_spread`. What differs: heads are columns, as few as there are (in eights), not 64 padded rows. S^T = K Q^T and O^T =
+V^T P^T take K and V^T straight from the tile in shared memory, so that a tile needs half of the tensor cores' time and leaves
+its place early enough for a block that fell behind to catch up.
 
 Four warpgroups: one loads pages by TMA, or single rows (`mosaic_gather`), one computes scores and softmax and hands P^T and
 the factors of rescaling over through shared memory, two accumulate half of V's columns each. docs/mla_decode.md derives the

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Float32, Int32
 
-from pallas_kernels.mla_decode import mosaic_signals
+from pallas_kernels.mla_decode import mosaic_signals, mosaic_spread
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
 from pallas_kernels.mla_decode.mosaic_merge import FEW_ROWS
@@ -121,10 +121,17 @@ def merge(
     v_width = out.shape[1]
     if groups == 1:
         return out, lse
+    rows = out.shape[0] // queries
+    if rows <= mosaic_spread.MOST_ROWS:
+        return mosaic_spread.merge(out, lse, part, part_lse, leads, queries=queries, groups=groups)
     # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
-    few = out.shape[0] // queries <= FEW_ROWS
-    columns, together = (_QUERIES, 16) if few else (queries, 2)
-    early = mosaic_signals.used(out.shape[0] // queries)
+    if rows <= FEW_ROWS:
+        columns, together = _QUERIES, 16
+    elif rows <= groups // 4:
+        columns, together = _QUERIES, 4
+    else:
+        columns, together = queries, 2
+    early = mosaic_signals.used(rows)
 
     def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, out_ref, lse_ref, out_smem):
         lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))

@@ -4,10 +4,11 @@
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_few, mosaic_parts, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_few, mosaic_parts, mosaic_schedule, mosaic_spread
 from tests.kernels import mla_interpreter
 from tests.kernels.mla_case import make_case
 
@@ -48,6 +49,35 @@ def fetch(ref, lse_ref, line, first, queries):
     return jnp.concatenate(pieces, axis=1), lse_ref[pl.ds(first, queries)]
 
 
+def add_parts(part_ref, lse_ref, sums_ref, group, count, block, tile, *, queries, v_width, groups, together):
+    """All parts as one warp's; test_mla_spread.py runs the kernel's own code."""
+
+    def add(i, carry):
+        peak, total, acc = carry
+        slot = jnp.where(i == 0, groups, i) + group
+        line = mosaic_parts.line_of(slot, block // 4, queries, v_width) + tile
+        value = part_ref[line].reshape(4, 16, 8)[block % 4]
+        log = lse_ref[pl.ds(slot * queries + tile * 8, 8)]
+        new_peak = jnp.maximum(peak, log)
+        decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(log - new_peak)
+        return new_peak, total * decay + weight, acc * decay + value * weight
+
+    nothing = jnp.full(8, -1e30, jnp.float32), jnp.zeros(8, jnp.float32), jnp.zeros((16, 8), jnp.float32)
+    peak, total, acc = lax.fori_loop(0, count, add, nothing)
+    sums_ref[pl.ds(0, 144)] = jnp.concatenate([peak, total, acc.reshape(-1)])
+
+
+def combine(sums_ref, out_ref, lse_ref, row, block, tile, *, queries, v_width):
+    peak, total, acc = jnp.split(sums_ref[pl.ds(0, 144)], [8, 16])
+    safe, first = jnp.where(total > 0, total, 1), row * queries + tile * 8
+    out_ref[pl.ds(first, 8), pl.ds(block * 16, 16)] = (acc.reshape(16, 8) / safe).T.astype(jnp.bfloat16)
+
+    @pl.when(block == 0)
+    def store_lse():
+        natural = jnp.where(total > 0, (peak + jnp.log2(safe)) * jnp.log(2.0), jnp.inf)
+        lse_ref[pl.ds(first, 8)] = natural
+
+
 def main() -> None:
     mla_interpreter.substitute(mosaic_few, add_products)
     # Right for any price of a row.
@@ -60,13 +90,14 @@ def main() -> None:
         mla_interpreter.store_rows(ref, vector, first, count)
     )
     mosaic_parts.leave, mosaic_parts.fetch = leave, fetch
+    mosaic_spread.add_parts, mosaic_spread.combine = add_parts, combine
     # Rows cut between three blocks, windows, an empty row, drafts of three queries, ids translated in the kernel.
     mla_interpreter.check(
         make_case([77, 0, 130, 64, 300], heads=8, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129]),
         "virtual",
         blocks=3,
     )
-    # Lines that are padded; a row whole in one block and a row cut.
+    # Lines that are padded; a row whole in one block and a row cut. So few rows are merged by `mosaic_spread`.
     mla_interpreter.check(make_case([40, 700], heads=3), "table", blocks=2)
     # Single rows.
     mla_interpreter.check(
