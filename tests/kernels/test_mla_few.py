@@ -141,6 +141,21 @@ def test_parts_that_outweigh_each_other(lengths, steep):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[9000], [9000, 0, 3000, 700, 64, 65]], ids=str)
+@pytest.mark.parametrize("exponent", [-100, -40, 60, 110])
+def test_parts_of_values_far_from_one(lengths, exponent):
+    """Parts lie in f16, whose largest number is 65504."""
+    case = make_case(lengths, heads=16, blocks_per_page=1, block_offset=0)
+    rows = case.pool.view(jnp.bfloat16).reshape(-1, 576)
+    rows[:, :512] = (rows[:, :512].astype(np.float32) * 2.0**exponent).astype(jnp.bfloat16)
+    kv = [np.hstack([values[:, :512] * 2.0**exponent, values[:, 512:]]) for values in case.kv]
+    q = case.q.copy()
+    q[..., :512] = (q[..., :512].astype(np.float32) * 2.0**-exponent).astype(jnp.bfloat16)
+    case = dataclasses.replace(case, kv=kv, q=q)
+    case.check(*case.run("mosaic"))
+
+
+@pytest.mark.gpu
 def test_windows_in_many_parts():
     """The first two queries of the last problem are before its window: its two parts hold nothing for them."""
     check([9000], 8, s_q=4, kv_start=[700])
