@@ -80,7 +80,8 @@ def leave(blocks, ref, line, scales_ref, scale) -> None:
         )
         tops = [larger(*values[j : j + 2]) for values in lines for j in (0, 2)]
         while len(tops) > 1:
-            tops = [arith.maxnumf(*pair) for pair in zip(tops[::2], tops[1::2], strict=True)]
+            pairs = [tops[j : j + 2] for j in range(0, len(tops), 2)]
+            tops = [arith.maxnumf(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
         top = utils.inline_ptx(
             "redux.sync.max.u32 $0, $1, 0xffffffff;", llvm.bitcast(i32, tops[0]),
             result_types=i32, has_side_effects=True, convergent=True,
