@@ -1,9 +1,9 @@
 """Paged MLA decode in bf16 for up to 32 query lines a row, for Hopper in Pallas Mosaic GPU: products transposed.
 
-The schedule is that of `mosaic_gpu`; parts of cut rows and their merge are in `mosaic_parts`. What differs: heads are columns,
-as few as there are (in eights), not 64 padded rows. S^T = K Q^T and O^T = V^T P^T take K and V^T straight from the tile in
-shared memory, so that a tile needs half of the tensor cores' time and leaves its place early enough for a block that fell
-behind to catch up.
+The schedule is that of `mosaic_gpu`; parts of cut rows and their merge are in `mosaic_parts`, that of very few rows in
+`mosaic_spread`. What differs: heads are columns, as few as there are (in eights), not 64 padded rows. S^T = K Q^T and O^T =
+V^T P^T take K and V^T straight from the tile in shared memory, so that a tile needs half of the tensor cores' time and leaves
+its place early enough for a block that fell behind to catch up.
 
 Four warpgroups: one loads pages by TMA, or single rows (`mosaic_gather`), one computes scores and softmax and hands P^T and
 the factors of rescaling over through shared memory, two accumulate half of V's columns each. docs/mla_decode.md derives the
@@ -133,7 +133,10 @@ class FewCall(Call):
                 barrier(),
                 barrier(num_arrivals=2),
             ],
-            extra=[jax.ShapeDtypeStruct((2 * self.groups,), jnp.int32)],
+            extra=[
+                jax.ShapeDtypeStruct((2 * self.groups,), jnp.int32),
+                mosaic_parts.scales_type(2 * self.groups),
+            ],
             pool=self.pool.reshape(-1, width) if self.single else None,
             merge=mosaic_parts.merge,
         )
@@ -145,11 +148,12 @@ class FewBlock(Block):
 
     call: FewCall
     counts: Any = None  # of the warpgroups that have left their half of a part, for each slot
+    scales: Any = None  # of parts
 
     def begin_records(self, share) -> None:
         """All leads, for the merge may be launched behind this and not wait for the kernel's end."""
         call = self.call
-        if mosaic_signals.used(call.rows):
+        if mosaic_parts.merged_early(call.rows):
             self.counts[self.group], self.counts[call.groups + self.group] = jnp.int32(0), jnp.int32(0)
         super().begin_records(share)
 
@@ -159,7 +163,7 @@ class FewBlock(Block):
             start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
             pl.when(stop > start)(lambda: self.record(share, b, start, stop, tiles))
 
-        if mosaic_signals.used(call.rows):
+        if mosaic_parts.merged_early(call.rows):
             mosaic_signals.launch_merge()
 
     def visible(self, b):
@@ -184,7 +188,7 @@ class FewBlock(Block):
         if isinstance(call.source, TokenStream):
             stream = {"indptr_ref": self.ids[1], "capacity": self.ids[0].shape[0]}
         self.begin_loading(
-            registers=40, launch_merge=not mosaic_signals.used(self.call.rows), overhead=_ROW, **stream
+            registers=40, launch_merge=not mosaic_parts.merged_early(self.call.rows), overhead=_ROW, **stream
         )
 
         def segment(b, start, stop, first_tile, tiles, carry):
@@ -439,7 +443,8 @@ def _kernel(
             def partial_():
                 first_block = jnp.where(left, 0, blocks_of_half)
                 line = mosaic_parts.line_of(part_slot, first_block, columns, call.v_width)
-                mosaic_parts.leave(accs, block.part, line)
+                scale = mosaic_parts.first_scale(part_slot, jnp.where(left, 0, 1))
+                mosaic_parts.leave(accs, block.part, line, block.scales, scale)
 
             @pl.when(left)
             def store_lse():
@@ -449,7 +454,7 @@ def _kernel(
                     lambda: store_vector(block.part_lse, lse, block.line(part_slot), queries)
                 )
 
-            if mosaic_signals.used(call.rows):
+            if mosaic_parts.merged_early(call.rows):
                 pl.when(jnp.logical_not(whole))(lambda: mosaic_signals.tell(block.counts, part_slot))
             return n
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from pallas_kernels.mla_decode import mosaic_signals
 
-FEW_ROWS = 16  # of a batch whose rows may be cut into many parts each
+_FEW_ROWS = 16  # of a batch whose rows may be cut into many parts each
 _LINES = 4
 
 
@@ -49,7 +49,7 @@ def merge(
     layout = plgpu.Layout.WG_STRIDED((width,), vec_size=width // 128)
     # A batch of few rows can be cut into many parts a row: there the warpgroups of a block share a line, many parts in
     # flight each. In a larger batch most cut rows have two parts, and a warpgroup alone takes some lines at once.
-    shared = out.shape[0] // queries <= FEW_ROWS
+    shared = out.shape[0] // queries <= _FEW_ROWS
     threads, lines, unroll = (4, 1, unroll) if shared else (1, _LINES, 2)
     splat = lambda value: plgpu.layout_cast(jnp.full((width,), value, jnp.float32), layout)
 

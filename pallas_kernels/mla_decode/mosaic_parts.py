@@ -1,8 +1,10 @@
 """Parts of cut rows as the registers that hold them: how `mosaic_few` leaves O^T of a part, and the merge of such parts.
 
-A part lies in lines of 512 f32, a line for 64 of V's columns and 8 queries, in which each thread of a warpgroup has four
+A part lies in lines of 512 f16, a line for 64 of V's columns and 8 queries, in which each thread of a warpgroup has four
 neighbours: what it holds of them in the WGMMA layout. So a part is written by whole cache lines straight from registers and
-read back into the same ones, and nothing is rounded, exchanged or waited for in the decode kernel.
+read back into the same ones, and nothing is exchanged or waited for in the decode kernel. Of what a warp leaves the largest
+element is scaled to [2^14, 2^15) by a power of two: f16 has 11 bits, so that rounding a part adds an eighth of what rounding the
+result to bf16 does, and it takes half of the time that f32 would.
 """
 
 import math
@@ -17,22 +19,27 @@ from jax.experimental.mosaic.gpu.fragmented_array import FragmentedArray
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
-from jaxtyping import Array, BFloat16, Float32, Int32
+from jaxtyping import Array, BFloat16, Float16, Float32, Int32
 
-from pallas_kernels.mla_decode import mosaic_signals
+from pallas_kernels.mla_decode import mosaic_signals, mosaic_spread
 from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
-from pallas_kernels.mla_decode.mosaic_merge import FEW_ROWS
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 _BLOCK, _QUERIES = 64, 8  # of V's columns and of queries, in a line
 _LINE = _BLOCK * _QUERIES
+_HALVES, _WARPS = 2, 4  # of V, of a warpgroup
 _TILED = (plgpu.TilingTransform((8, _BLOCK)), plgpu.SwizzleTransform(128))
 
 
 def part_type(slots: int, queries: int, v_width: int) -> jax.ShapeDtypeStruct:
     """The array for parts of `queries` queries, a multiple of 8, in `slots` slots."""
-    return jax.ShapeDtypeStruct((slots * queries * v_width // _LINE, _LINE), jnp.float32)
+    return jax.ShapeDtypeStruct((slots * queries * v_width // _LINE, _LINE), jnp.float16)
+
+
+def scales_type(slots: int) -> jax.ShapeDtypeStruct:
+    """The array for what the elements that a warp has left of a part are multiplied by, see `first_scale`."""
+    return jax.ShapeDtypeStruct((slots * _HALVES * _WARPS,), jnp.float32)
 
 
 def line_of(slot, block, queries: int, v_width: int):
@@ -40,56 +47,104 @@ def line_of(slot, block, queries: int, v_width: int):
     return (slot * (v_width // _BLOCK) + block) * (queries // _QUERIES)
 
 
-def leave(blocks, ref, line) -> None:
-    """Writes O^T, f32 arrays [64, queries] in the WGMMA layout for neighbouring columns of V, to ``ref[line:]``."""
+def merged_early(rows: int) -> bool:
+    """Whether parts are told of (`mosaic_signals`) and merged when a row's are there, or all when the decode kernel has ended."""
+    return rows > mosaic_spread.MOST_ROWS
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, *[ACC] * len(blocks)), return_type=None)
-    def store(_, ref, line, *blocks):
-        i32, at = ir.IntegerType.get_signless(32), _address(ref, line)
-        offset = 0
+
+def first_scale(slot, half):
+    """Where the scales of a half of V of the part in `slot` begin: one for each of four warps."""
+    return (slot * _HALVES + half) * _WARPS
+
+
+def leave(blocks, ref, line, scales_ref, scale) -> None:
+    """Writes O^T, f32 arrays [64, queries] in the WGMMA layout for a half of V, to ``ref[line:]``, its scales to ``scales_ref[scale:]``."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), _SCALAR, plgpu.RefType(), _SCALAR, *[ACC] * len(blocks)), return_type=None
+    )
+    def store(_, ref, line, scales_ref, scale, *blocks):
+        i32, f32 = ir.IntegerType.get_signless(32), ir.F32Type.get()
+        lines = []  # what a thread has of each, in order
         for block in blocks:
             of = {
                 place: block.registers[index]
                 for index, place in _places(block.layout, block.registers.shape, block.shape[1])
             }
-            for query in range(0, block.shape[1], _QUERIES):
-                pairs = [of[half, query] for half in (0, 8)]
-                words = [
-                    llvm.bitcast(i32, llvm.extractelement(pair, _const(e)))
-                    for pair in pairs
-                    for e in range(2)
-                ]
-                utils.inline_ptx(
-                    f"st.global.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", at, *words, has_side_effects=True
-                )
-                offset += 4 * _LINE
+            lines += [
+                [llvm.extractelement(of[half, query], _const(e)) for half in (0, 8) for e in range(2)]
+                for query in range(0, block.shape[1], _QUERIES)
+            ]
+        larger = lambda a, b: utils.inline_ptx(
+            "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.f32 $0, a, b; }", a, b, result_types=f32
+        )
+        tops = [larger(*values[j : j + 2]) for values in lines for j in (0, 2)]
+        while len(tops) > 1:
+            pairs = [tops[j : j + 2] for j in range(0, len(tops), 2)]
+            tops = [arith.maxnumf(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+        top = utils.inline_ptx(
+            "redux.sync.max.u32 $0, $1, 0xffffffff;", llvm.bitcast(i32, tops[0]),
+            result_types=i32, has_side_effects=True, convergent=True,
+        )  # fmt: skip
+        # Exponents with their bias of 127: the factor brings the largest element's to 14, and neither it nor its inverse, which is
+        # stored, may leave the normal numbers.
+        exponent = arith.minui(
+            arith.subi(_const(2 * 127 + 14), arith.shrui(top, _const(23))), _const(2 * 127 - 1)
+        )
+        power = lambda exponent: llvm.bitcast(f32, arith.shli(exponent, _const(23)))
+        factor, inverse = power(exponent), power(arith.subi(_const(2 * 127), exponent))
+        at = _address(ref, line)
+        for i, values in enumerate(lines):
+            scaled = [arith.mulf(value, factor) for value in values]
+            pairs = [
+                utils.inline_ptx("cvt.rn.f16x2.f32 $0, $2, $1;", *scaled[j : j + 2], result_types=i32)
+                for j in (0, 2)
+            ]
+            utils.inline_ptx(
+                f"st.global.v2.b32 [$0+{2 * _LINE * i}], {{$1, $2}};", at, *pairs, has_side_effects=True
+            )
+        utils.inline_ptx(
+            "{ .reg .pred one; .reg .b32 lane; and.b32 lane, $1, 31; setp.eq.u32 one, lane, 0; @one st.global.f32 [$0], $2; }",
+            _scale_address(scales_ref, scale), _thread(), inverse, has_side_effects=True,
+        )  # fmt: skip
 
-    store(ref, jnp.int32(line), *blocks)
+    store(ref, jnp.int32(line), scales_ref, jnp.int32(scale), *blocks)
 
 
-def fetch(ref, lse_ref, line, first, queries: int):
+def fetch(ref, scales_ref, lse_ref, line, scale, first, queries: int):
     """What `leave` has left in ``ref[line:]``, f32 [64, queries] in the WGMMA layout, and ``lse_ref[first : first + queries]``."""
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), _SCALAR, _SCALAR),
+        arg_types=(plgpu.RefType(),) * 3 + (_SCALAR,) * 3,
         return_type=(
             plgpu.ShapeDtypeStruct((_BLOCK, queries), jnp.float32, layout=ACC),
             plgpu.ShapeDtypeStruct((queries,), jnp.float32, layout=COLUMNS),
         ),
     )
-    def load(_, ref, lse_ref, line, first):
-        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+    def load(_, ref, scales_ref, lse_ref, line, scale, first):
+        f32, i32, i64 = ir.F32Type.get(), *(ir.IntegerType.get_signless(bits) for bits in (32, 64))
         groups = range(queries // _QUERIES)
         mine = arith.addi(first.registers.item(), arith.shli(arith.andi(_thread(), _const(3)), _const(1)))
         base = llvm.ptrtoint(i64, utils.memref_ptr(lse_ref))
         at_lse = arith.addi(base, arith.muli(arith.extsi(i64, mine), _const(4, i64)))
-        read = lambda words, at, offset: utils.inline_ptx(
-            f"ld.global.v{words}.f32 {{{', '.join(f'${i}' for i in range(words))}}}, [${words}+{offset}];",
-            at, result_types=[f32] * words, has_side_effects=True,
-        )  # fmt: skip
+        read = lambda of, at, offset: utils.inline_ptx(
+            f"ld.global.v2.b32 {{$0, $1}}, [$2+{offset}];", at, result_types=[of] * 2, has_side_effects=True
+        )
         at = _address(ref, line)
-        logs = [read(2, at_lse, 4 * _QUERIES * j) for j in groups]
-        words = [read(4, at, 4 * _LINE * j) for j in groups]
+        logs = [read(f32, at_lse, 4 * _QUERIES * j) for j in groups]
+        pairs = [read(i32, at, 2 * _LINE * j) for j in groups]
+        factor = utils.inline_ptx(
+            "ld.global.f32 $0, [$1];",
+            _scale_address(scales_ref, scale),
+            result_types=f32,
+            has_side_effects=True,
+        )
+        widen = lambda pair: utils.inline_ptx(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+            pair,
+            result_types=[f32] * 2,
+        )
+        words = [[arith.mulf(x, factor) for pair in line for x in widen(pair)] for line in pairs]
 
         layout, columns = ACC.to_mgpu(), COLUMNS.to_mgpu()
         registers = np.empty(layout.registers_shape((_BLOCK, queries)), dtype=object)
@@ -103,33 +158,34 @@ def fetch(ref, lse_ref, line, first, queries: int):
             FragmentedArray(_registers=of_lse, _layout=columns, _is_signed=None),
         )
 
-    return load(ref, lse_ref, jnp.int32(line), jnp.int32(first))
+    return load(ref, scales_ref, lse_ref, jnp.int32(line), jnp.int32(scale), jnp.int32(first))
 
 
 def merge(
     out: BFloat16[Array, "rows_queries v_width"],
     lse: Float32[Array, " rows_queries"],
-    part: Float32[Array, "lines 512"],
+    part: Float16[Array, "lines 512"],
     part_lse: Float32[Array, " slots_queries"],
     leads: Int32[Array, "leads 3"],
     counts: Int32[Array, " slots"],
+    scales: Float32[Array, " slots_8"],
     *,
     queries: int,
     groups: int,
 ) -> tuple[Array, Array]:
-    """As `mosaic_merge.merge`, of parts of type `part_type`; `queries` is a multiple of 8."""
+    """As `mosaic_merge.merge`, of parts of type `part_type` with scales of `scales_type`; `queries` is a multiple of 8."""
     v_width = out.shape[1]
     if groups == 1:
         return out, lse
+    rows = out.shape[0] // queries
+    if rows <= mosaic_spread.MOST_ROWS:
+        return mosaic_spread.merge(out, lse, part, part_lse, leads, scales, queries=queries, groups=groups)
     # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
-    few = out.shape[0] // queries <= FEW_ROWS
-    columns, together = (_QUERIES, 16) if few else (queries, 2)
-    early = mosaic_signals.used(out.shape[0] // queries)
+    few = rows <= groups // 4
+    columns, together = (_QUERIES, min(groups // rows, 16)) if few else (queries, 2)
 
-    def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, out_ref, lse_ref, out_smem):
+    def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, scales_ref, out_ref, lse_ref, out_smem):
         lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))
-        if not early:
-            plgpu.griddepcontrol_wait()
         row, group, last = mosaic_signals.read_lead(lead_ref, lead)
         count = last - group + 1
 
@@ -140,7 +196,10 @@ def merge(
                 safe = jnp.minimum(a, count - 1)
                 slot = jnp.where(safe == 0, groups + group, group + safe)
                 line = line_of(slot, block, queries, v_width) + tile * (columns // _QUERIES)
-                value, log = fetch(part_ref, part_lse_ref, line, slot * queries + tile * columns, columns)
+                scale = first_scale(slot, lax.div(block, v_width // _BLOCK // _HALVES))
+                value, log = fetch(
+                    part_ref, scales_ref, part_lse_ref, line, scale, slot * queries + tile * columns, columns
+                )
                 parts.append((value, log + jnp.where(a < count, jnp.float32(0), -jnp.inf)))
             new_peak = peak
             for _, log in parts:
@@ -154,8 +213,7 @@ def merge(
 
         @pl.when((row >= 0) & (count > 0))
         def run():
-            if early:
-                mosaic_signals.wait_for_parts(counts_ref, group, count, groups=groups, tellers=2)
+            mosaic_signals.wait_for_parts(counts_ref, group, count, groups=groups, tellers=_HALVES)
             empty = (
                 full((columns,), -1e30, COLUMNS),
                 full((columns,), 0, COLUMNS),
@@ -174,8 +232,7 @@ def merge(
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         # Launched while the decode kernel still runs, this one must not end before it.
-        if early:
-            pl.when((lead == 0) & (block == 0) & (tile == 0))(plgpu.griddepcontrol_wait)
+        pl.when((lead == 0) & (block == 0) & (tile == 0))(plgpu.griddepcontrol_wait)
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
@@ -189,7 +246,7 @@ def merge(
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),
-    )(part, part_lse, leads, counts, out_box, lse_box)
+    )(part, part_lse, leads, counts, scales, out_box, lse_box)
     return jax.freeze(out_box), jax.freeze(lse_box)
 
 
@@ -208,10 +265,19 @@ def _address(ref, line):
     """Of this thread's four elements of a line; 64-bit."""
     i64 = ir.IntegerType.get_signless(64)
     bytes_ = arith.addi(
-        arith.muli(arith.extsi(i64, line.registers.item()), _const(4 * _LINE, i64)),
-        arith.extsi(i64, arith.shli(_thread(), _const(4))),
+        arith.muli(arith.extsi(i64, line.registers.item()), _const(2 * _LINE, i64)),
+        arith.extsi(i64, arith.shli(_thread(), _const(3))),
     )
     return arith.addi(llvm.ptrtoint(i64, utils.memref_ptr(ref)), bytes_)
+
+
+def _scale_address(ref, scale):
+    """Of this thread's warp's scale; 64-bit."""
+    i64 = ir.IntegerType.get_signless(64)
+    at = arith.addi(scale.registers.item(), arith.shrui(_thread(), _const(5)))
+    return arith.addi(
+        llvm.ptrtoint(i64, utils.memref_ptr(ref)), arith.muli(arith.extsi(i64, at), _const(4, i64))
+    )
 
 
 def _pair(first, second):

@@ -4,10 +4,11 @@
 """
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_few, mosaic_parts, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_few, mosaic_parts, mosaic_schedule, mosaic_spread
 from tests.kernels import mla_interpreter
 from tests.kernels.mla_case import make_case
 
@@ -36,16 +37,51 @@ def reduce_columns(scores, _, largest):
     return scores.max(axis=0) if largest else scores.sum(axis=0)
 
 
-def leave(blocks, ref, line):
-    """A part's lines, in an order of our own within them."""
+def leave(blocks, ref, line, scales_ref, scale):
+    """A part's lines, in an order of our own within them. Scales that do without a look at the elements."""
+    scales_ref[pl.ds(scale, 4)] = jnp.exp2(jnp.arange(4) - 2.0)
+    powers = jnp.exp2(jnp.arange(64)[:, None] // 16 - 2.0)
     pieces = [block[:, first : first + 8] for block in blocks for first in range(0, block.shape[1], 8)]
     for i, piece in enumerate(pieces):
-        ref[line + i] = piece.reshape(-1)
+        ref[line + i] = (piece / powers).astype(jnp.float16).reshape(-1)
 
 
-def fetch(ref, lse_ref, line, first, queries):
-    pieces = [ref[line + i].reshape(64, 8) for i in range(queries // 8)]
+def fetch(ref, scales_ref, lse_ref, line, scale, first, queries):
+    powers = jnp.concatenate([jnp.full((16, 1), x) for x in scales_ref[pl.ds(scale, 4)]])
+    pieces = [ref[line + i].reshape(64, 8).astype(jnp.float32) * powers for i in range(queries // 8)]
     return jnp.concatenate(pieces, axis=1), lse_ref[pl.ds(first, queries)]
+
+
+def add_parts(
+    part_ref, scales_ref, lse_ref, sums_ref, group, count, block, tile, *, queries, v_width, groups, together
+):
+    """All parts as one warp's; test_mla_spread.py runs the kernel's own code."""
+
+    def add(i, carry):
+        peak, total, acc = carry
+        slot = jnp.where(i == 0, groups, i) + group
+        line = mosaic_parts.line_of(slot, block // 4, queries, v_width) + tile
+        scale = mosaic_parts.first_scale(slot, block // (v_width // 32)) + block % 4
+        value = part_ref[line].reshape(4, 16, 8)[block % 4].astype(jnp.float32) * scales_ref[scale]
+        log = lse_ref[pl.ds(slot * queries + tile * 8, 8)]
+        new_peak = jnp.maximum(peak, log)
+        decay, weight = jnp.exp2(peak - new_peak), jnp.exp2(log - new_peak)
+        return new_peak, total * decay + weight, acc * decay + value * weight
+
+    nothing = jnp.full(8, -1e30, jnp.float32), jnp.zeros(8, jnp.float32), jnp.zeros((16, 8), jnp.float32)
+    peak, total, acc = lax.fori_loop(0, count, add, nothing)
+    sums_ref[pl.ds(0, 144)] = jnp.concatenate([peak, total, acc.reshape(-1)])
+
+
+def combine(sums_ref, out_ref, lse_ref, row, block, tile, *, queries, v_width):
+    peak, total, acc = jnp.split(sums_ref[pl.ds(0, 144)], [8, 16])
+    safe, first = jnp.where(total > 0, total, 1), row * queries + tile * 8
+    out_ref[pl.ds(first, 8), pl.ds(block * 16, 16)] = (acc.reshape(16, 8) / safe).T.astype(jnp.bfloat16)
+
+    @pl.when(block == 0)
+    def store_lse():
+        natural = jnp.where(total > 0, (peak + jnp.log2(safe)) * jnp.log(2.0), jnp.inf)
+        lse_ref[pl.ds(first, 8)] = natural
 
 
 def main() -> None:
@@ -60,19 +96,21 @@ def main() -> None:
         mla_interpreter.store_rows(ref, vector, first, count)
     )
     mosaic_parts.leave, mosaic_parts.fetch = leave, fetch
+    mosaic_spread.add_parts, mosaic_spread.combine = add_parts, combine
     # Rows cut between three blocks, windows, an empty row, drafts of three queries, ids translated in the kernel.
     mla_interpreter.check(
-        make_case([77, 0, 130, 64, 300], heads=8, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129]),
+        make_case([77, 0, 130, 64, 900], heads=8, s_q=3, page_size=32, kv_start=[3, 0, 65, 0, 129]),
         "virtual",
+        told=True,
         blocks=3,
     )
-    # Lines that are padded; a row whole in one block and a row cut.
+    # Lines that are padded; a row whole in one block and a row cut. So few rows are merged by `mosaic_spread`.
     mla_interpreter.check(make_case([40, 700], heads=3), "table", blocks=2)
     # Single rows.
     mla_interpreter.check(
         make_case([77, 0, 140], heads=8, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2
     )
-    # More rows than are merged at the kernel's end.
+    # So many rows that the merge takes its form for rows of two parts.
     mla_interpreter.check(make_case(mla_interpreter.MANY_ROWS, heads=8), "table", told=True, blocks=6)
     print("right, no races")
 

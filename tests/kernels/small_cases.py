@@ -33,6 +33,13 @@ def mla(implementation: str, kv_dtype: str, heads: int, page_size: int = 64, tim
         case.check(*case.run(implementation, delivery))
 
 
+def mla_parts(implementation: str) -> None:
+    """One row in many parts, and one of two in more than its merge takes at once."""
+    for lengths, s_q in (([3000], 1), ([70, 5000], 2)):
+        case = mla_case.make_case(lengths, heads=16, s_q=s_q)
+        case.check(*case.run(implementation, "table"))
+
+
 def gqa(implementation: str, kv_dtype: str = "bfloat16", delivery: str = "virtual") -> None:
     bias = {"bias_extent": 16} if kv_dtype == "bfloat16" else {}
     for options in ({"sinks": True, "window": 70}, {"s_q": 4, "logit_cap": 5.0, **bias}):
@@ -137,6 +144,7 @@ def experts(implementation: str) -> None:
 CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-few": (mla, ("mosaic", "bfloat16", 16)),
     "mla-few-late": (mla, ("mosaic", "bfloat16", 16, 64, 11)),
+    "mla-few-parts": (mla_parts, ("mosaic",)),
     "mla-many": (mla, ("mosaic", "bfloat16", 128)),
     "mla-late": (mla, ("mosaic", "bfloat16", 128, 64, 11)),  # a row for every group of blocks
     "mla-rows-few": (mla, ("mosaic", "bfloat16", 16, 1)),
