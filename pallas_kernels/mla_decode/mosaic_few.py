@@ -99,14 +99,12 @@ class FewCall(Call):
         return 2**31 - TILE if isinstance(self.source, TokenStream) else super().width_tokens
 
     @property
-    def box(self) -> int:
-        """Columns of V in a box, which arrives by itself: half of V, for each barrier more is made before anything else."""
-        return self.v_width // 2
+    def half(self) -> int:
+        """Columns of V in a box of a tile; a third box has the columns behind V. Each arrives by itself.
 
-    @property
-    def v_boxes(self) -> int:
-        """Boxes of V in which a tile arrives; one more has the columns behind V."""
-        return self.v_width // self.box
+        More boxes would need more barriers, which are made before anything else.
+        """
+        return self.v_width // 2
 
     def run(self):
         """(out, lse) of ``rows * queries`` lines."""
@@ -118,8 +116,8 @@ class FewCall(Call):
             num_threads=4,
             slots=_SLOTS,
             scratch_types=[
-                plgpu.SMEM((_SLOTS, self.v_boxes, TILE, self.box), jnp.bfloat16, transforms=_TILED),
-                barrier(num_arrivals=self.arrivals, num_barriers=_SLOTS * (self.v_boxes + 1)),
+                plgpu.SMEM((_SLOTS, 2, TILE, self.half), jnp.bfloat16, transforms=_TILED),
+                barrier(num_arrivals=self.arrivals, num_barriers=_SLOTS * 3),
                 barrier(num_arrivals=2, num_barriers=_SLOTS),
                 plgpu.SMEM((8,), jnp.int32),
                 barrier(),
@@ -175,10 +173,10 @@ class FewBlock(Block):
 
     def boxes(self, slot, rest_smem):
         """(box of the tile in `slot`, its first column, columns, its barrier), for each box."""
-        boxes, box, width = self.call.v_boxes, self.call.box, self.call.width - self.call.v_width
-        for g in range(boxes):
-            yield self.kv_smem.at[slot, g], g * box, box, self.kv_ready.at[slot * (boxes + 1) + g]
-        yield rest_smem.at[slot], boxes * box, width, self.kv_ready.at[slot * (boxes + 1) + boxes]
+        half, v_width = self.call.half, self.call.v_width
+        for g in range(2):
+            yield self.kv_smem.at[slot, g], g * half, half, self.kv_ready.at[slot * 3 + g]
+        yield rest_smem.at[slot], v_width, self.call.width - v_width, self.kv_ready.at[slot * 3 + 2]
 
     def load_tiles(self, rest_smem, q_smem, q_ready, q_free) -> None:
         """The warpgroup that finds the share and loads queries and tiles."""
@@ -293,7 +291,7 @@ def _kernel(
     block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, end_ready, end_free
 ) -> None:  # fmt: skip
     call, role = block.call, block.role
-    columns, half, box, queries = call.columns, call.v_width // 2, call.box, call.queries
+    columns, half, queries = call.columns, call.half, call.queries
     blocks_of_half = half // _CHUNK
     inverse_smem, lse_smem = factor_smem.at[_SLOTS], factor_smem.at[_SLOTS + 1]
     scratch_smem = factor_smem.at[pl.ds(_SLOTS + 2, 4)]
@@ -318,13 +316,11 @@ def _kernel(
                 position = (first_tile + i) * TILE
 
                 def product(s_ref):
-                    for tile_box, first, width, ready in block.boxes(slot, rest_smem):
+                    for box, first, width, ready in block.boxes(slot, rest_smem):
                         plgpu.barrier_wait(ready)
                         if call.single:
                             mosaic_gather.order_reads()
-                        plgpu.wgmma(
-                            s_ref, tile_box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0))
-                        )
+                        plgpu.wgmma(s_ref, box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0)))
                     return s_ref[...]
 
                 s = pl.run_scoped(product, plgpu.ACC((TILE, columns), jnp.float32))
@@ -342,8 +338,8 @@ def _kernel(
 
                     # P is 0 in those rows, but 0 * NaN is NaN. A loop that the compiler can't unroll: this runs rarely, and
                     # instructions that run once come slowly.
-                    @pl.loop(0, call.v_boxes + jnp.minimum(kv_stop, 0))  # kv_stop >= 1
-                    def clear_box(g):
+                    @pl.loop(0, 2 + jnp.minimum(kv_stop, 0))  # kv_stop >= 1
+                    def box(g):
                         zero_rows(block.kv_smem.at[slot, g], kv_first - position, kv_stop - position, _TILED)
 
                 edge = tail | ((position + TILE > q_position + 1) if call.s_q > 1 else False)
@@ -387,7 +383,7 @@ def _kernel(
     @pl.when((role != LOAD) & (role != _SCORES))
     def values():
         left = role == _LEFT
-        first_box = jnp.where(left, 0, half // box)
+        side = jnp.where(left, 0, 1)
         plgpu.set_max_registers(136, action="increase")
         share = block.get_share()
         # These warpgroups have time at the start, the scores have none.
@@ -396,9 +392,7 @@ def _kernel(
 
         def place(slot, c, rows=TILE):
             """Block c of this half of V."""
-            return block.kv_smem.at[
-                slot, first_box + c * _CHUNK // box, pl.ds(0, rows), pl.ds(c * _CHUNK % box, _CHUNK)
-            ]
+            return block.kv_smem.at[slot, side, pl.ds(0, rows), pl.ds(c * _CHUNK, _CHUNK)]
 
         def segment(b, start, stop, first_tile, tiles, n):
             whole, part_slot = block.destination(start, stop, tiles)
@@ -431,19 +425,17 @@ def _kernel(
                 for c, acc in enumerate(accs):
                     place(last, c, columns).transpose((1, 0))[...] = acc.astype(jnp.bfloat16)
                 plgpu.commit_smem()
-                for g in range(half // box):
-                    plgpu.copy_smem_to_gmem(
-                        block.kv_smem.at[last, first_box + g, pl.ds(0, columns)],
-                        block.out.at[pl.ds(block.line(b), columns), pl.ds((first_box + g) * box, box)],
-                    )
+                plgpu.copy_smem_to_gmem(
+                    block.kv_smem.at[last, side, pl.ds(0, columns)],
+                    block.out.at[pl.ds(block.line(b), columns), pl.ds(side * half, half)],
+                )
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(block.kv_free.at[last])
 
             @pl.when(jnp.logical_not(whole))
             def partial_():
-                first_block = jnp.where(left, 0, blocks_of_half)
-                line = mosaic_parts.line_of(part_slot, first_block, columns, call.v_width)
-                scale = mosaic_parts.first_scale(part_slot, jnp.where(left, 0, 1))
+                line = mosaic_parts.line_of(part_slot, side * blocks_of_half, columns, call.v_width)
+                scale = mosaic_parts.first_scale(part_slot, side)
                 mosaic_parts.leave(accs, block.part, line, block.scales, scale)
 
             @pl.when(left)
