@@ -1,8 +1,9 @@
 """GPU kernel times by CUPTI, with a cold L2 cache and candidates interleaved, and the record a benchmark writes.
 
-A time is the time in which kernels of one call ran, in microseconds. Gaps between launches do not count, so the
-number of launches is reported beside it. Before every run 256 MB are written and another 256 MB are read, which
-leaves foreign clean lines in L2.
+A time is the time in which kernels of one call ran, in microseconds; where they overlap it counts once. Gaps between launches
+do not count, so the number of launches is reported beside it. Before every run 256 MB are written and another 256 MB are read,
+which leaves foreign clean lines in L2. A call is queued behind that, so that no kernel waits for the host: one that is made to
+begin while another runs, as the merges of MLA decode, does.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +25,8 @@ import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
+
+from bench import cupti
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--peers",
         type=Path,
-        help="folder with a module `peers` that offers other projects' kernels and times them in the same run",
+        help="folder with a module `peers` that offers other projects' kernels, to be timed in the same run",
     )
     return parser
 
@@ -56,33 +60,42 @@ def load_peers(folder: Path | None) -> ModuleType | None:
     return importlib.import_module("peers")
 
 
+_WARM_UP = 3
+
+
 def measure(
     candidates: Mapping[str, Callable[[], Any]], iters: int, peers: ModuleType | None = None
 ) -> dict[str, Timing]:
-    """Times each candidate's call, one run of each in turn. With peers, their timer sees both sides with one clock."""
-    if peers is not None:
-        timed = peers.measure_many(dict(candidates), iters=iters, flush="clean")
-        return {name: Timing(t.us, t.p10, t.p90, t.launches) for name, t in timed.items()}
-    try:
-        from jax._src.lib import mosaic_gpu as mosaic_gpu_lib
+    """Times each candidate's call, one run of each in turn, all by one clock.
 
-        cupti = mosaic_gpu_lib._mosaic_gpu_ext
-    except (ImportError, AttributeError) as error:
-        raise RuntimeError(f"this jaxlib offers no CUPTI timer: {error}") from error
-    runs: dict[str, list[list[float]]] = {name: [] for name in candidates}
-    for call in candidates.values():
-        jax.block_until_ready(call())
+    A candidate that returns no JAX array is a peer's: `peers` has a ``flush()`` that fills L2 behind what its calls have queued,
+    and a ``finish(result)`` that waits.
+    """
+    recorder = _recorder()
+    ways = {}  # to flush and to finish, and the kernels of a flush
+    for name, call in candidates.items():
+        for _ in range(_WARM_UP):
+            result = call()
+        ours = peers is None or any(isinstance(x, jax.Array) for x in jax.tree.leaves(result))
+        flush, finish = (_flush_l2, jax.block_until_ready) if ours else (peers.flush, peers.finish)
+        finish((result, flush()))
+        ways[name] = flush, finish, len(recorder.spans(lambda finish=finish, flush=flush: finish(flush())))
+    runs: dict[str, list[list[cupti.Span]]] = {name: [] for name in candidates}
     for _ in range(iters):
         for name, call in candidates.items():
-            _flush_l2()
-            cupti._cupti_init()
-            jax.block_until_ready(call())
-            runs[name].append([milliseconds * 1e3 for _, milliseconds in cupti._cupti_get_timings(True)])
+            flush, finish, kernels = ways[name]
+            spans = recorder.spans(lambda finish=finish, flush=flush, call=call: finish((flush(), call())))
+            runs[name].append(spans[kernels:])
     return {name: _summary(kernels) for name, kernels in runs.items()}
 
 
-def _summary(runs: list[list[float]]) -> Timing:
-    p10, median, p90 = np.percentile([sum(kernels) for kernels in runs], [10, 50, 90]).tolist()
+@cache
+def _recorder() -> cupti.Recorder:
+    return cupti.Recorder()
+
+
+def _summary(runs: list[list[cupti.Span]]) -> Timing:
+    p10, median, p90 = np.percentile([cupti.covered_us(spans) for spans in runs], [10, 50, 90]).tolist()
     return Timing(median, p10, p90, len(runs[0]))
 
 
@@ -95,10 +108,10 @@ def _overwrite_and_read(written: jax.Array, read: jax.Array) -> tuple[jax.Array,
     return written, read.max()
 
 
-def _flush_l2() -> None:
+def _flush_l2() -> tuple[jax.Array, jax.Array]:
     if not _CACHE_FILL:
         _CACHE_FILL.extend(jnp.arange(64 << 20, dtype=jnp.int32) + i for i in range(2))
-    jax.block_until_ready(_overwrite_and_read(*_CACHE_FILL))
+    return _overwrite_and_read(*_CACHE_FILL)
 
 
 def record(benchmark: str, rows: list[dict[str, Any]], peers: ModuleType | None) -> dict[str, Any]:
@@ -114,7 +127,7 @@ def record(benchmark: str, rows: list[dict[str, Any]], peers: ModuleType | None)
         "driver": _driver(),
         "commit": _commit(),
         "versions": versions,
-        "unit": "us, median of CUPTI kernel times, L2 cold and clean, candidates interleaved",
+        "unit": "us, median of CUPTI kernel times, overlap counted once, L2 cold and clean, candidates interleaved and queued",
         "rows": rows,
     }
 

@@ -73,7 +73,8 @@ def find_share(
     all. `indptr_ref`, `capacity`: bounds of the rows in a token stream and its length; a row has no more positions than ids.
     `overhead`: what a row costs a group beside its tiles, in tiles, where rows are of several lengths.
     `cut_evenly`: whether the same number of groups for each row of one length is worth 1/16 in balance where that cuts rows.
-    Another warpgroup may read them behind a barrier at which this one arrives, without `plgpu.commit_smem`: that is for TMA.
+    This warpgroup may read them at once, another behind a barrier at which this one arrives, without `plgpu.commit_smem`: that is
+    for TMA.
     """
     ranges, ref = tuple(row_range_refs), plgpu.RefType()
     indptrs = () if indptr_ref is None else (indptr_ref,)
@@ -97,6 +98,7 @@ def find_share(
             overhead=overhead,
             cut_evenly=cut_evenly,
         )
+        mgpu.utils.warpgroup_barrier()  # each warp has written the same, and reads it
 
     find(ranges, indptrs, out_ref, group)
 
