@@ -8,6 +8,7 @@ from typing import Any
 
 _CONCURRENT_KERNEL = 10  # CUPTI_ACTIVITY_KIND_CONCURRENT_KERNEL
 _FORCED = 1  # CUPTI_ACTIVITY_FLAG_FLUSH_FORCED
+_NO_MORE = 12  # CUPTI_ERROR_MAX_LIMIT_REACHED: the end of a buffer
 _BUFFER = 1 << 20  # bytes
 _REQUESTED = ctypes.CFUNCTYPE(
     None, ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)
@@ -70,11 +71,13 @@ class Recorder:
     def _completed(self, context: int | None, stream: int, buffer: int, _: int, valid: int) -> None:
         record, dropped = ctypes.c_void_p(), ctypes.c_size_t()
         following = self._cupti.cuptiActivityGetNextRecord
-        while valid and not following(ctypes.c_void_p(buffer), ctypes.c_size_t(valid), ctypes.byref(record)):
+        read = lambda: following(ctypes.c_void_p(buffer), ctypes.c_size_t(valid), ctypes.byref(record))
+        while valid and not (status := read()):
             kernel = ctypes.cast(record, ctypes.POINTER(_Kernel))[0]
             if kernel.kind == _CONCURRENT_KERNEL:
                 self._lost += kernel.end == 0
                 self._spans.append((kernel.start, kernel.end))
+        self._lost += bool(valid) and status != _NO_MORE
         if not self._cupti.cuptiActivityGetNumDroppedRecords(
             ctypes.c_void_p(context), ctypes.c_uint32(stream), ctypes.byref(dropped)
         ):
@@ -92,11 +95,11 @@ def covered_us(spans: list[Span]) -> float:
 
 
 def _library() -> str:
-    """CUPTI as this process has loaded it, else as a wheel holds it, else by its name."""
+    """CUPTI as this process has loaded it, else as a wheel holds it, else by its name. (Triton brings an older one of its own.)"""
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "libcupti.so" in line and "/triton/" not in line:
             return line.split()[-1]
     for place in sys.path:
         if found := sorted(Path(place or ".", "nvidia").glob("**/libcupti.so.*")):
-            return str(found[-1])
+            return str(max(found, key=lambda path: [int(x) for x in path.name.split(".")[2:]]))
     return "libcupti.so"

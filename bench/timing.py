@@ -1,9 +1,9 @@
 """GPU kernel times by CUPTI, with a cold L2 cache and candidates interleaved, and the record a benchmark writes.
 
 A time is the time in which kernels of one call ran, in microseconds; where they overlap it counts once. Gaps between launches
-do not count, so the number of launches is reported beside it. Before every run 256 MB are written and another 256 MB are read,
-which leaves foreign clean lines in L2. A call is queued behind that, so that no kernel waits for the host: one that is made to
-begin while another runs, as the merges of MLA decode, does.
+do not count, nor do copies by the driver, so the number of launches is reported beside it. Before every run 256 MB are written and
+another 256 MB are read, which leaves foreign clean lines in L2. A call is queued behind that: while it lasts, the host launches, so
+that a kernel which is made to begin while another runs, as the merges of MLA decode, does.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def measure(
     """Times each candidate's call, one run of each in turn, all by one clock.
 
     A candidate that returns no JAX array is a peer's: `peers` has a ``flush()`` that fills L2 behind what its calls have queued,
-    and a ``finish(result)`` that waits.
+    and a ``finish(result)`` that waits. Raises RuntimeError if CUPTI does not work, or runs of a candidate differ in their kernels.
     """
     recorder = _recorder()
     ways = {}  # to flush and to finish, and the kernels of a flush
@@ -86,6 +86,9 @@ def measure(
             flush, finish, kernels = ways[name]
             spans = recorder.spans(lambda finish=finish, flush=flush, call=call: finish((flush(), call())))
             runs[name].append(spans[kernels:])
+    for name, kernels in runs.items():
+        if len(counts := sorted({len(spans) for spans in kernels})) > 1:
+            raise RuntimeError(f"{name}: runs of {' or '.join(map(str, counts))} kernels")
     return {name: _summary(kernels) for name, kernels in runs.items()}
 
 

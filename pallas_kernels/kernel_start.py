@@ -18,7 +18,10 @@ _FIRST_WARP = 4  # those before it find the share
 
 
 def insertion_point() -> ir.InsertionPoint:
-    """The start of the kernel, for the code of an `inline_mgpu` function. What that code is given is not known there: see `outer`."""
+    """The start of the kernel, for the code of an `inline_mgpu` function. What that code is given is not known there: see `outer`.
+
+    That is ahead of any `griddepcontrol_wait`, so not for what a kernel reads of one that it may overlap.
+    """
     operation = ir.InsertionPoint.current.block.owner
     while operation.name != "gpu.launch":
         operation = operation.parent
@@ -35,7 +38,7 @@ def fetch(own: Sequence[Any], spread: Sequence[Any], blocks: int) -> None:
     """Asks L2 for the arrays `own`, in each block, and for `spread`, a share in each of `blocks`.
 
     All are refs of int32. An array that takes more than a line a lane is left alone, for most of a large one may be of no use
-    to this batch. Called by all threads of a kernel with at most 2 grid axes. Each array has a warp of its own.
+    to this batch. Called by all threads of a kernel of `blocks` blocks, with at most 2 grid axes. Each array has a warp of its own.
     """
 
     @plgpu.inline_mgpu(

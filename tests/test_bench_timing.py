@@ -51,12 +51,21 @@ def test_flushes_do_not_count_for_us_or_peers(monkeypatch):
     assert timings["theirs"] == timing.Timing(4, 4, 4, 1)
 
 
+def test_a_run_with_another_number_of_kernels_is_an_error(monkeypatch):
+    recorder = FakeRecorder()
+    monkeypatch.setattr(timing, "_recorder", lambda: recorder)
+    monkeypatch.setattr(timing, "_flush_l2", lambda: recorder.launch(70_000))
+    lost = iter([0, 0, 0, 0, 1, 0, 0])
+    with pytest.raises(RuntimeError, match="ours: runs of 1 or 2 kernels"):
+        timing.measure({"ours": lambda: recorder.launch(*[500] * (2 - next(lost)))}, iters=4)
+
+
 @pytest.mark.gpu
 def test_cupti_tells_of_kernels():
     double = jax.jit(lambda x: x * 2)
-    small, large = jnp.ones(1 << 10), jnp.ones(1 << 27)
+    small, large = jnp.ones(1 << 10), jnp.ones(1 << 25)
     timings = timing.measure({"small": lambda: double(small), "large": lambda: double(large)}, iters=3)
     assert timings["small"].launches == timings["large"].launches == 1
-    assert 0.3 < timings["small"].p10 < 20
-    # 1 GiB read and written, at no more than 10 TB/s and no less than 0.1.
-    assert 100 < timings["large"].us < 10_000
+    assert timings["small"].p10 > 0.3
+    # 128 MiB read and as many written, at no more than 10 TB/s. (Others may use the card, so nothing is too long.)
+    assert timings["large"].p10 > 26

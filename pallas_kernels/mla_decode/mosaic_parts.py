@@ -58,7 +58,11 @@ def first_scale(slot, half):
 
 
 def leave(blocks, ref, line, scales_ref, scale) -> None:
-    """Writes O^T, f32 arrays [64, queries] in the WGMMA layout for a half of V, to ``ref[line:]``, its scales to ``scales_ref[scale:]``."""
+    """Writes O^T, f32 arrays [64, queries] in the WGMMA layout for a half of V, to ``ref[line:]``, its scales to ``scales_ref[scale:]``.
+
+    Elements below 2^-28 of the largest that the warp has lose bits. With an infinity among them the scale is 1, and what is above
+    65504 becomes infinite too.
+    """
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), _SCALAR, plgpu.RefType(), _SCALAR, *[ACC] * len(blocks)), return_type=None
@@ -91,6 +95,9 @@ def leave(blocks, ref, line, scales_ref, scale) -> None:
         exponent = arith.minui(
             arith.subi(_const(2 * 127 + 14), arith.shrui(top, _const(23))), _const(2 * 127 - 1)
         )
+        # An infinity is as large in any scale: it must not take the others' bits.
+        finite = arith.cmpi(arith.CmpIPredicate.ult, top, _const(0xFF << 23))
+        exponent = arith.select(finite, exponent, _const(127))
         power = lambda exponent: llvm.bitcast(f32, arith.shli(exponent, _const(23)))
         factor, inverse = power(exponent), power(arith.subi(_const(2 * 127), exponent))
         at = _address(ref, line)

@@ -70,7 +70,7 @@ def merge(out, lse, part, part_lse, leads, scales, *, queries: int, groups: int)
 
 def parts_together(rows: int, groups: int) -> int:
     """Parts that a warp loads together: what it has of rows of one length. A longer row takes some trips."""
-    return min(-(-(groups // rows) // _WARPS), _MOST_TOGETHER)
+    return max(min(-(-(groups // rows) // _WARPS), _MOST_TOGETHER), 1)
 
 
 def add_parts(

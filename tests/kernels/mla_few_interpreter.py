@@ -110,7 +110,8 @@ def main() -> None:
     mla_interpreter.check(
         make_case([77, 0, 140], heads=8, page_size=1, kv_start=[3, 0, 65]), "stream", blocks=2
     )
-    # So many rows that the merge takes its form for rows of two parts.
+    # Blocks for four parts a row: the merge takes 8 queries and 4 parts at a time.
+    mla_interpreter.check(make_case([600, 0, 800, 64, 700], heads=16), "table", told=True, blocks=20)
     mla_interpreter.check(make_case(mla_interpreter.MANY_ROWS, heads=8), "table", told=True, blocks=6)
     print("right, no races")
 

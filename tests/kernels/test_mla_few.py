@@ -35,6 +35,8 @@ def test_kernel_in_the_interpreter():
         (32, {"rows": 1}),
         (3, {"rows": 1, "v_width": 256}),
         (8, {"rows": 2, "s_q": 4}),
+        (32, {"rows": 4}),
+        (32, {"rows": 8}),
         (32, {"rows": 24}),
     ],
     ids=[
@@ -47,6 +49,8 @@ def test_kernel_in_the_interpreter():
         "one row",
         "one row, half as wide",
         "two rows",
+        "four rows",
+        "eight rows",
         "24 rows",
     ],
 )

@@ -103,7 +103,7 @@ def run_warp(text: str, operands, warp: int, memory: Memory) -> int:
                 else:
                     loaded = np.zeros(32, array.dtype)
                     loaded[live] = array[index]
-                    assert (loaded[live] != POISON).all(), "never written"
+                    assert (loaded[live].view(np.uint32) != POISON.view(np.uint32)).all(), "never written"
                     assign(register, loaded, live)
         elif name == "setp":
             assign(arguments[0], COMPARE[kinds[0]](*map(value, arguments[1:])), live)
@@ -156,6 +156,7 @@ def in_lines(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         (16, 256, 9, 2, 0, 5),  # one part a warp at a time
         (8, 256, 9, 2, 0, 9),
         (8, 256, 9, 1, 2, 3),
+        (8, 256, 3, 4, 0, 3),  # more rows than groups of blocks
         (24, 256, 400, 1, 0, 400),  # more than there are registers for
     ],
 )
