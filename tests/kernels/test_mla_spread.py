@@ -124,7 +124,10 @@ def run_warp(text: str, operands, warp: int, memory: Memory) -> int:
         else:
             operation = (FLOAT if kinds[-1] == "f32" else INT)[name]
             with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
-                assign(arguments[0], operation(*map(value, arguments[1:])), live)
+                result = operation(*map(value, arguments[1:]))
+            if kinds[-1] == "u32" and "wide" not in kinds:
+                assert ((result >= 0) & (result < 2**32))[live].all(), "more than 32 bits"
+            assign(arguments[0], result, live)
     return barriers
 
 
