@@ -38,10 +38,8 @@ class Recorder:
         self._buffers: dict[int, Any] = {}
         self._spans: list[Span] = []
         self._lost = 0
-        self._callbacks = (
-            _REQUESTED(self._requested),
-            _COMPLETED(self._completed),
-        )  # CUPTI keeps their addresses
+        # CUPTI keeps their addresses.
+        self._callbacks = _REQUESTED(self._requested), _COMPLETED(self._completed)
         self._call("cuptiActivityRegisterCallbacks", *self._callbacks)
 
     def spans(self, run: Callable[[], Any]) -> list[Span]:

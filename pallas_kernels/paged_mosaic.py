@@ -73,6 +73,17 @@ def translate(source: ReadSource, refs: Any, page: jax.Array) -> jax.Array:
     return v2p[jnp.where((page >= 0) & (page < v2p.shape[0] - 1), page, 0)]
 
 
+def block_of(source: ReadSource, translated: jax.Array, offset_ref: Any, num_blocks: int) -> jax.Array:
+    """The block of a pool of `num_blocks` that holds a translated page; the padding page's for one that names nothing.
+
+    offset_ref: of int32[1], the block of the padding page.
+    """
+    entry = entry_of(source, translated)
+    block = entry + offset_ref[0]
+    good = (entry >= 0) & (block >= 0) & (block < num_blocks)
+    return jnp.where(good, block, offset_ref[0])
+
+
 def entry_of(source: ReadSource, translated: jax.Array) -> jax.Array:
     """The entry, once it was translated. Apart from it, so that code may go on while memory answers."""
     if isinstance(source, PageTable):

@@ -273,10 +273,7 @@ class Block:
 
     def block_of(self, translated):
         """Block of the pool of a page; the padding page's for an id that names nothing."""
-        entry = paged_mosaic.entry_of(self.call.source, translated)
-        block = entry + self.offset[0]
-        good = (entry >= 0) & (block >= 0) & (block < self.pool.shape[0])
-        return jnp.where(good, block, self.offset[0])
+        return paged_mosaic.block_of(self.call.source, translated, self.offset, self.pool.shape[0])
 
     def mask(self, s, position, kv_first, kv_stop, q_position):
         """Scores of the tile at `position`, a token a row, -inf where a query does not see the token."""

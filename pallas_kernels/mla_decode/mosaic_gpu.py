@@ -234,20 +234,13 @@ def _decode(
             """(whether the row is whole here, slot of its partial otherwise)."""
             return (start == 0) & (stop == tiles), jnp.where(start == 0, groups + group, group)
 
-        def entry_of(page):
-            """The entry that an id stands for."""
-            if not translate:
-                return page
-            num_virtual = id_refs[2].shape[0] - 1
-            return id_refs[2][jnp.where((page >= 0) & (page < num_virtual), page, 0)]
+        def translated(pages):
+            """What `v2p` has for them, which `block_of` takes."""
+            return [paged_mosaic.translate(source, id_refs, page) for page in pages]
 
-        def block_of(entry):
-            """Block of the pool; the padding page's for an entry that names nothing."""
-            if translate:
-                entry = jnp.maximum(entry, 0) * source.blocks_per_page
-            block = entry + offset_ref[0]
-            good = (entry >= 0) & (block >= 0) & (block < num_blocks)
-            return jnp.where(good, block, offset_ref[0])
+        def block_of(page):
+            """Block of the pool of a translated page; the padding page's for one that names nothing."""
+            return paged_mosaic.block_of(source, page, offset_ref, num_blocks)
 
         def mask(s, position, kv_first, kv_stop, q_position):
             token = plgpu.broadcasted_iota(jnp.int32, (M, TILE), 1, layout=_ACC) + position
@@ -351,8 +344,8 @@ def _decode(
                     n, entries, later = carry
                     row = lax.rem((first_tile + i) * TILE, page_size) if page_size > TILE else 0
                     # On their way before this tile's places are waited for: afterwards the next tile's are soon free.
-                    carry = [entry_of(page) for page in later], ids_of(i + 2)
-                    pages = [pool_ref.at[block_of(entry), pl.ds(row, page_rows)] for entry in entries]
+                    carry = translated(later), ids_of(i + 2)
+                    pages = [pool_ref.at[block_of(page), pl.ds(row, page_rows)] for page in entries]
                     if q_tiles > 1:  # what is asked for last is missed first
                         for page in pages:
                             plgpu.async_prefetch(page.at[:, pl.ds(v_width - GROUP, GROUP)])
@@ -388,7 +381,7 @@ def _decode(
                     load_queries()
                 else:
                     first_column, last_column = lax.div(kv_first, page_size), lax.div(kv_stop - 1, page_size)
-                    line = jnp.clip(id_refs[1][b], 0, id_refs[0].shape[0] - 1) if translate else b
+                    line = paged_mosaic.line_of(source, id_refs, b)
 
                     def ids_of(tile):
                         """What the table, or the request map, has for a tile: entries, or virtual pages."""
@@ -401,7 +394,7 @@ def _decode(
 
                     pages, later = ids_of(start), ids_of(start + 1)
                     load_queries()
-                    body, ids = by_pages, ([entry_of(page) for page in pages], later)
+                    body, ids = by_pages, (translated(pages), later)
                 n, *_ = lax.fori_loop(start, stop, body, (step(n), *ids))
                 return n
 
