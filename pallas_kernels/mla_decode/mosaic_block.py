@@ -1,8 +1,9 @@
 """What the MLA decode kernels with transposed products share: the launch, and a thread block's work on its part of the batch.
 
-`mosaic_few` for bf16 rows, `mosaic_fp8_few` and `mosaic_fp8_pairs` for rows of e4m3.
+`mosaic_few` for bf16 rows, `mosaic_fp8_pairs` for rows of e4m3. Parts of cut rows and their merge are in `mosaic_parts`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,28 +14,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import kernel_start, l2_hints, paged_mosaic
-from pallas_kernels.mla_decode import mosaic_gather, mosaic_merge, mosaic_schedule
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule, mosaic_signals
+from pallas_kernels.mla_decode.mosaic_columns import ACC
+from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
 LOAD = 0  # role of the warpgroup that loads; the one behind it keeps the records
-ACC = plgpu.Layout.WGMMA
-COLUMNS = ACC.reduce(0)  # layout of one value a column
 SLACK = 8.0  # P stays below 2**8
 MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
 
 
-def full(shape, value, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def down(x, like):
-    """One value a column, for every row of `like`."""
-    return lax.broadcast_in_dim(x, like.shape, [1])
-
-
 @dataclass(frozen=True)
 class Call:
-    """Static numbers and operands of one call. q has lines of `width`, pool is [blocks, page_size, elements of a row]."""
+    """Static numbers and operands of one call. pool is [blocks, page_size, elements of a row]."""
 
     q: Any
     pool: Any
@@ -64,8 +56,13 @@ class Call:
         return self.blocks // self.q_tiles
 
     @property
-    def width(self) -> int:
-        return self.q.shape[-1]
+    def part_columns(self) -> int:
+        """Query columns of a thread block that a part has."""
+        return min(self.columns, -(-self.queries // 8) * 8)
+
+    @property
+    def part_queries(self) -> int:
+        return self.q_tiles * self.part_columns
 
     @property
     def loads(self) -> int:
@@ -95,32 +92,29 @@ class Call:
         kernel,
         block_type,
         *,
-        part,
         num_threads: int,
         slots: int,
         scratch_types,
-        extra=(),
         pool=None,
-        merge=mosaic_merge.merge,
+        paired: bool = False,
     ):
         """Launches ``kernel(block, *scratch)`` and the merge: (out, lse) of ``rows * queries`` lines.
 
-        `part`: the array for parts of cut rows. `scratch_types`: first the block's own, from `kv_smem` to `share_ready`.
-        `extra`: further arrays that the block's class and the merge know, behind the others.
-        `pool`: as the kernel sees it, if not as it is here. `merge`: of parts in that array, called as `mosaic_merge.merge`.
+        `scratch_types`: first the block's own, from `kv_smem` to `share_ready`. `pool`: as the kernel sees it, if not as it is
+        here. `paired`: as of `mosaic_parts.merge`.
         """
         array = jax.ShapeDtypeStruct
         inputs = len(self.ranges) + len(self.ids)
+        part_slots = 2 * self.groups
+        part_tiles = part_slots * self.q_tiles
 
         def body(q, pool, offset, *rest):
             ranges, ids = rest[: len(self.ranges)], rest[len(self.ranges) : inputs]
-            first_extra = inputs + 5
-            outputs, scratch = rest[inputs:first_extra], rest[first_extra + len(extra) :]
-            more = rest[first_extra : first_extra + len(extra)]
+            outputs, scratch = rest[inputs : inputs + 7], rest[inputs + 7 :]
             if self.q_tiles == 1:  # or another block wants the same pages
                 l2_hints.bring_once()  # so parts of rows stay in L2 until they are merged
             kernel_start.fetch([*ranges, offset], ids, self.blocks)
-            block = block_type(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5], *more)
+            block = block_type(self, slots, q, pool, offset, ranges, ids, *outputs, *scratch[:5])
             kernel(block, *scratch[5:])
 
         launch = plgpu.kernel(
@@ -128,10 +122,11 @@ class Call:
             out_type=[
                 array((self.rows * self.queries, self.v_width), jnp.bfloat16),
                 array((self.rows * self.queries,), jnp.float32),
-                part,
-                array((2 * self.groups * self.queries,), jnp.float32),
+                mosaic_parts.part_type(part_slots, self.part_queries, self.v_width),
+                array((part_slots * self.part_queries,), jnp.float32),
                 array((self.rows if self.leads_by_row else self.groups, 3), jnp.int32),
-                *extra,
+                array((part_tiles,), jnp.int32),
+                mosaic_parts.scales_type(part_tiles),
             ],
             grid=(self.groups, self.q_tiles),
             grid_names=("group", "q_tile"),
@@ -145,10 +140,10 @@ class Call:
             ),
         )
         pool = self.pool if pool is None else pool
-        out, lse, part, part_lse, leads, *more = launch(
-            self.q, pool, self.block_offset, *self.ranges, *self.ids
-        )
-        return merge(out, lse, part, part_lse, leads, *more, queries=self.queries, groups=self.groups)
+        return mosaic_parts.merge(
+            *launch(self.q, pool, self.block_offset, *self.ranges, *self.ids),
+            queries=self.queries, groups=self.groups, columns=self.part_columns, q_tiles=self.q_tiles, paired=paired,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -167,6 +162,8 @@ class Block:
     part: Any
     part_lse: Any
     leads: Any
+    counts: Any  # of the warpgroups that have left their half of a part, for each slot and query tile
+    scales: Any  # of parts
     kv_smem: Any
     kv_ready: Any
     kv_free: Any
@@ -191,8 +188,12 @@ class Block:
         return jnp.minimum(self.call.queries - self.q_tile * self.call.columns, self.call.columns)
 
     def line(self, of):
-        """First line of this query tile in row, or slot of partials, `of`."""
+        """First line of this query tile in row `of`."""
         return of * self.call.queries + self.q_tile * self.call.columns
+
+    def part_of(self, slot):
+        """Number of this query tile's part in `slot`."""
+        return slot * self.call.q_tiles + self.q_tile
 
     def visible(self, b):
         """(first, end) of the KV positions that some query of row b sees."""
@@ -228,10 +229,10 @@ class Block:
         slot = jnp.where(start == 0, self.call.groups + self.group, self.group)
         return (start == 0) & (stop == tiles), slot
 
-    def begin_loading(self, registers: int, launch_merge: bool = True, **options) -> None:
+    def begin_loading(self, registers: int, **options) -> None:
         """What the warpgroup that loads does first: finds the share, gives registers away. `options`: of `find_share`."""
         call = self.call
-        if launch_merge:  # as soon as blocks leave
+        if not mosaic_parts.merged_early(call.rows):  # as soon as blocks leave
             plgpu.griddepcontrol_launch_dependents()
         mosaic_schedule.find_share(
             self.ranges,
@@ -291,7 +292,14 @@ class Block:
         return (position < kv_first) | (position + TILE > kv_stop)
 
     def begin_records(self, share) -> None:
-        """Where this share starts rows that see nothing, and which rows it cuts. For the warpgroup after the loading one."""
+        """Where this share starts rows that see nothing, and which rows it cuts. For one warpgroup.
+
+        The merge may be launched behind this and not wait for the kernel's end.
+        """
+        early = mosaic_parts.merged_early(self.call.rows)
+        if early:
+            for slot in (self.group, self.call.groups + self.group):
+                self.counts[self.part_of(slot)] = jnp.int32(0)
         if not self.call.leads_by_row:
             b = jnp.minimum(share.last, self.call.rows - 1)
             _, tiles = mosaic_schedule.tile_range(*self.visible(b))
@@ -303,12 +311,39 @@ class Block:
         def visit(b):
             _, tiles = mosaic_schedule.tile_range(*self.visible(b))
             pl.when((tiles == 0) & mosaic_schedule.owns_start(share, b))(lambda: self._write_nothing(b))
+            if self.call.leads_by_row:
+                start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
+                row = jnp.where(stop < tiles, b, -1)
+                pl.when((stop > start) & (start == 0))(
+                    lambda: self._write_lead(b, row, self._last_group(share, tiles))
+                )
 
-    def record(self, share, b, start, stop, tiles) -> None:
-        """Of a segment, as `begin_records`."""
-        if self.call.leads_by_row:
-            row = jnp.where(stop < tiles, b, -1)
-            pl.when(start == 0)(lambda: self._write_lead(b, row, self._last_group(share, tiles)))
+        if early:
+            mosaic_signals.launch_merge()
+
+    def leave_part(self, accs, side, slot) -> None:
+        """Leaves O^T of half `side` of V as this query tile's part in `slot`, in one of two warpgroups."""
+        call = self.call
+        first_block = side * (call.v_width // 64 // 2)
+        line = mosaic_parts.line_of(slot, first_block, call.part_queries, call.v_width)
+        if call.q_tiles > 1:
+            line += self.q_tile * (call.part_columns // 8)
+        mosaic_parts.leave(
+            accs, self.part, line, self.scales, mosaic_parts.first_scale(self.part_of(slot), side),
+            pitch=call.part_queries, queries=call.part_columns,
+        )  # fmt: skip
+
+    def store_lse(self, lse, b, whole, slot) -> None:
+        """Base-2 `lse` of this tile's columns, -inf where nothing was seen: of row b if it is whole here, else of its part."""
+        natural = jnp.where(lse > -jnp.inf, lse * math.log(2), jnp.inf)
+        part_line = slot * self.call.part_queries + self.q_tile * self.call.part_columns
+        pl.when(whole)(lambda: store_vector(self.lse, natural, self.line(b), self.live))
+        pl.when(jnp.logical_not(whole))(lambda: store_vector(self.part_lse, lse, part_line, self.live))
+
+    def tell_part(self, whole, slot) -> None:
+        """Tells the merge, if it waits for that, that this warpgroup has left its half of the part in `slot`."""
+        if mosaic_parts.merged_early(self.call.rows):
+            pl.when(jnp.logical_not(whole))(lambda: mosaic_signals.tell(self.counts, self.part_of(slot)))
 
     def _last_group(self, share, tiles):
         return lax.div(mosaic_schedule.row_end(share, self.group, tiles) - 1, share.size)

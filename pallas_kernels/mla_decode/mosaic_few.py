@@ -14,16 +14,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import mosaic_gather, mosaic_parts, mosaic_schedule, mosaic_signals
-from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, LOAD, MASKED, SLACK, Block, Call, down, full
-from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, store_vector, zero_rows
-from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup
+from pallas_kernels.mla_decode import mosaic_gather, mosaic_schedule
+from pallas_kernels.mla_decode.mosaic_block import LOAD, MASKED, SLACK, Block, Call
+from pallas_kernels.mla_decode.mosaic_columns import ACC, COLUMNS, down, full
+from pallas_kernels.mla_decode.mosaic_fp8_registers import any_above, reduce_columns, zero_rows
+from pallas_kernels.mla_decode.mosaic_registers import sync_warpgroup, uniform
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 from pallas_kernels.read_source import TokenStream
 
@@ -81,6 +81,10 @@ class FewCall(Call):
         return self.q.shape[1]
 
     @property
+    def width(self) -> int:
+        return self.q.shape[2]
+
+    @property
     def single(self) -> bool:
         """Whether rows come one by one."""
         return mosaic_gather.needed(self.source)
@@ -112,7 +116,6 @@ class FewCall(Call):
         return self.launch(
             _kernel,
             FewBlock,
-            part=mosaic_parts.part_type(2 * self.groups, self.queries, self.v_width),
             num_threads=4,
             slots=_SLOTS,
             scratch_types=[
@@ -131,12 +134,7 @@ class FewCall(Call):
                 barrier(),
                 barrier(num_arrivals=2),
             ],
-            extra=[
-                jax.ShapeDtypeStruct((2 * self.groups,), jnp.int32),
-                mosaic_parts.scales_type(2 * self.groups),
-            ],
             pool=self.pool.reshape(-1, width) if self.single else None,
-            merge=mosaic_parts.merge,
         )
 
 
@@ -145,24 +143,6 @@ class FewBlock(Block):
     """`kv_smem` holds the boxes of V, and `kv_ready` has a barrier for each box of a slot, the one behind V last."""
 
     call: FewCall
-    counts: Any = None  # of the warpgroups that have left their half of a part, for each slot
-    scales: Any = None  # of parts
-
-    def begin_records(self, share) -> None:
-        """All leads, for the merge may be launched behind this and not wait for the kernel's end."""
-        call = self.call
-        if mosaic_parts.merged_early(call.rows):
-            self.counts[self.group], self.counts[call.groups + self.group] = jnp.int32(0), jnp.int32(0)
-        super().begin_records(share)
-
-        @pl.loop(share.first, jnp.minimum(share.last + 1, call.rows if call.leads_by_row else 0))
-        def visit(b):
-            _, tiles = mosaic_schedule.tile_range(*self.visible(b))
-            start, stop = mosaic_schedule.segment_tiles(share, b, tiles)
-            pl.when(stop > start)(lambda: self.record(share, b, start, stop, tiles))
-
-        if mosaic_parts.merged_early(call.rows):
-            mosaic_signals.launch_merge()
 
     def visible(self, b):
         first, stop = super().visible(b)
@@ -185,9 +165,7 @@ class FewBlock(Block):
         stream = {}
         if isinstance(call.source, TokenStream):
             stream = {"indptr_ref": self.ids[1], "capacity": self.ids[0].shape[0]}
-        self.begin_loading(
-            registers=40, launch_merge=not mosaic_parts.merged_early(self.call.rows), overhead=_ROW, **stream
-        )
+        self.begin_loading(registers=40, overhead=_ROW, **stream)
 
         def segment(b, start, stop, first_tile, tiles, carry):
             n, k = carry
@@ -291,7 +269,7 @@ def _kernel(
     block: FewBlock, rest_smem, q_smem, p_smem, factor_smem, q_ready, q_free, p_ready, end_ready, end_free
 ) -> None:  # fmt: skip
     call, role = block.call, block.role
-    columns, half, queries = call.columns, call.half, call.queries
+    columns, half = call.columns, call.half
     blocks_of_half = half // _CHUNK
     inverse_smem, lse_smem = factor_smem.at[_SLOTS], factor_smem.at[_SLOTS + 1]
     scratch_smem = factor_smem.at[pl.ds(_SLOTS + 2, 4)]
@@ -312,7 +290,7 @@ def _kernel(
 
             def one(i, carry):
                 peak, total, n = carry
-                slot = lax.rem(n, _SLOTS)
+                slot, q_now = uniform(lax.rem(n, _SLOTS)), uniform(q_slot)
                 position = (first_tile + i) * TILE
 
                 def product(s_ref):
@@ -320,7 +298,7 @@ def _kernel(
                         plgpu.barrier_wait(ready)
                         if call.single:
                             mosaic_gather.order_reads()
-                        plgpu.wgmma(s_ref, box, q_smem.at[q_slot, :, pl.ds(first, width)].transpose((1, 0)))
+                        plgpu.wgmma(s_ref, box, q_smem.at[q_now, :, pl.ds(first, width)].transpose((1, 0)))
                     return s_ref[...]
 
                 s = pl.run_scoped(product, plgpu.ACC((TILE, columns), jnp.float32))
@@ -399,7 +377,7 @@ def _kernel(
 
             def one(i, carry):
                 *accs, n = carry
-                slot = lax.rem(n, _SLOTS)
+                slot = uniform(lax.rem(n, _SLOTS))
                 plgpu.barrier_wait(p_ready.at[slot])
                 decay = plgpu.load(factor_smem.at[slot], layout=COLUMNS)
                 accs = [acc * down(decay, acc) for acc in accs]
@@ -432,22 +410,9 @@ def _kernel(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(block.kv_free.at[last])
 
-            @pl.when(jnp.logical_not(whole))
-            def partial_():
-                line = mosaic_parts.line_of(part_slot, side * blocks_of_half, columns, call.v_width)
-                scale = mosaic_parts.first_scale(part_slot, side)
-                mosaic_parts.leave(accs, block.part, line, block.scales, scale)
-
-            @pl.when(left)
-            def store_lse():
-                natural = jnp.where(lse > -jnp.inf, lse * math.log(2), jnp.inf)
-                pl.when(whole)(lambda: store_vector(block.lse, natural, block.line(b), queries))
-                pl.when(jnp.logical_not(whole))(
-                    lambda: store_vector(block.part_lse, lse, block.line(part_slot), queries)
-                )
-
-            if mosaic_parts.merged_early(call.rows):
-                pl.when(jnp.logical_not(whole))(lambda: mosaic_signals.tell(block.counts, part_slot))
+            pl.when(jnp.logical_not(whole))(lambda: block.leave_part(accs, side, part_slot))
+            pl.when(left)(lambda: block.store_lse(lse, b, whole, part_slot))
+            block.tell_part(whole, part_slot)
             return n
 
         block.for_segments(share, segment, jnp.int32(0))

@@ -1,7 +1,7 @@
 """Paged MLA decode over e4m3 rows for Hopper in Pallas Mosaic GPU: products transposed, V converted in registers.
 
 The schedule is that of the bf16 kernel: persistent blocks, each with one tile of query columns and a share of the batch's
-KV tiles of 64 positions, which it finds itself; rows cut between blocks leave f32 partials for `mosaic_merge`. What differs
+KV tiles of 64 positions, which it finds itself; rows cut between blocks leave parts for `mosaic_parts` to merge. What differs
 follows from the bytes. A tile comes in 1.2 us, so neither padding few heads to 64 rows nor writing f16 back to shared
 memory is affordable. Hence S^T = K Q^T and O^T = V^T P^T: heads are columns, as few as there are. K is an e4m3 operand as
 it lies in shared memory, and the 8 bits of a bf16 query are two e4m3 terms. V, which e4m3 products would want the other
@@ -15,13 +15,12 @@ sum of weights takes it out again. So P fits f16 for scales of any size.
 from dataclasses import dataclass
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, UInt8
 
 from pallas_kernels import paged_mosaic
-from pallas_kernels.mla_decode.mosaic_fp8_block import Fp8Call
-from pallas_kernels.mla_decode.mosaic_fp8_few import decode_few
-from pallas_kernels.mla_decode.mosaic_fp8_pairs import decode_pairs
+from pallas_kernels.mla_decode.mosaic_fp8_pairs import Fp8Call
 from pallas_kernels.read_source import ReadSource
 
 _ROPE = 64  # columns behind V; a row has as many bytes again for its scale and padding
@@ -62,8 +61,10 @@ def mla_decode_mosaic_fp8(
     paged_mosaic.decline_latent(s_q, heads, v_width, columns, config.blocks)
     if rows == 0:
         return jnp.zeros((0, s_q, heads, v_width), q.dtype), jnp.zeros((0, s_q, heads), jnp.float32)
+    # A load brings whole swizzle tiles of 8 rows.
+    lines = jnp.pad(q.reshape(rows, queries, qk_width), ((0, 0), (0, -queries % 8), (0, 0)))
     call = Fp8Call(
-        q=q.reshape(rows * queries, qk_width),
+        q=lax.bitcast_convert_type(lines, jnp.uint8).reshape(rows, -1, 2 * qk_width),
         pool=buffer.reshape(-1, source.page_size, row_width),
         source=source,
         block_offset=jnp.asarray(block_offset, jnp.int32).reshape(1),
@@ -77,7 +78,7 @@ def mla_decode_mosaic_fp8(
         logit_cap=logit_cap,
         blocks=config.blocks,
     )
-    out, lse = (decode_few if columns == 16 else decode_pairs)(call)
+    out, lse = call.run()
     return out.reshape(rows, s_q, heads, v_width), lse.reshape(rows, s_q, heads)
 
 

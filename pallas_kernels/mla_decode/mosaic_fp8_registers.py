@@ -84,7 +84,7 @@ def scores_of(tile_ref, q_ref, transforms):
 
         # A loop that nobody unrolls. In straight code ptxas 13.0 takes the registers of a sum for those of the next one that
         # starts over in them: it adds what both came to after the second, twice.
-        carry = _repeat(_opaque(whole, tile), add, [*place, *values_of(total)])
+        carry = _repeat(_opaque(whole, k), add, [*place, *values_of(total)])
         return array(carry[n // 2 :], total.layout, total.shape).to_layout(_WGMMA.to_mgpu())
 
     return multiply(tile_ref, q_ref)
@@ -234,51 +234,6 @@ def reduce_columns(values, scratch_ref, largest: bool):
     return reduce(values, scratch_ref)
 
 
-def send(blocks, ref, transforms) -> None:
-    """Leaves f32 [64, n] blocks in the shared memory of `ref`, whatever it holds, for `receive` in another warpgroup."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), *[_WGMMA] * len(blocks)), return_type=None)
-    def write(_, ref, *blocks):
-        i32 = ir.IntegerType.get_signless(32)
-        at = _add(_shared(ref), _shl(arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE)), 4))
-        values = [_element(r, e) for block in blocks for r in block.registers.flat for e in range(2)]
-        for i in range(0, len(values), 4):
-            words = [llvm.bitcast(i32, value) for value in values[i : i + 4]]
-            utils.inline_ptx(
-                f"st.shared.v4.b32 [$0+{512 * i}], {{$1, $2, $3, $4}};", at, *words, has_side_effects=True
-            )
-
-    write(ref, *blocks)
-
-
-def receive(blocks, ref, transforms):
-    """``[block + sent for block, sent in ...]`` for what `send` left of blocks of the same shapes."""
-    types = tuple(plgpu.ShapeDtypeStruct(b.shape, jnp.float32, layout=_WGMMA) for b in blocks)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), *[_WGMMA] * len(blocks)), return_type=types)
-    def read(_, ref, *blocks):
-        f32 = ir.F32Type.get()
-        at = _add(_shared(ref), _shl(arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE)), 4))
-        sent = (
-            llvm.bitcast(f32, word)
-            for i in range(0, sum(2 * b.registers.size for b in blocks), 4)
-            for word in _load_shared(at, 512 * i, 4)
-        )
-        sums = []
-        for block in blocks:
-            registers = np.empty(block.registers.shape, dtype=object)
-            for index in np.ndindex(registers.shape):
-                pair = llvm.mlir_undef(ir.VectorType.get((2,), f32))
-                for e in range(2):
-                    value = arith.addf(_element(block.registers[index], e), next(sent))
-                    pair = llvm.insertelement(pair, value, _const(e))
-                registers[index] = pair
-            sums.append(FragmentedArray(_registers=registers, _layout=block.layout, _is_signed=None))
-        return tuple(sums)
-
-    return list(read(ref, *blocks))
-
-
 def token_scales(tile_ref, byte: int, transforms):
     """f32 [64] at bytes `byte` to `byte` + 3 of the tile's rows, one a row of S^T."""
 
@@ -357,77 +312,6 @@ def v_fragments(words, blocks: int, first: int = 0, count: int | None = None):
     return list(convert(words))
 
 
-def load_queries(q_ref, first_line, lines, q_smem, unit_ref, transforms, part=0, parts: int = 1) -> None:
-    """Queries as two e4m3 terms in shared memory, each times a power of two; the inverse of that goes to `unit_ref`.
-
-    q_ref bf16 [n, width] in GMEM, of which `lines` lines are taken from `first_line` on; q_smem bytes [2 * columns,
-    width + 64], the first terms and then what they leave, with zeros in lines past those; unit_ref f32 [columns]. The
-    power takes a line's largest element to [2**7, 2**8). The sum of both terms is exact but for what is below 2**-17 of
-    that element. Each of `parts` warpgroups calls it with its `part`. Follow with `plgpu.commit_smem`.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), *[_SCALAR] * 3, plgpu.RefType(transforms), plgpu.RefType()),
-        return_type=None,
-    )
-    def load(_, q, first_line, lines, part, target, units):
-        first_line, lines, part = (x.registers.item() for x in (first_line, lines, part))
-        i64 = ir.IntegerType.get_signless(64)
-        groups, boxes, _, _ = ir.MemRefType(target.type).shape  # [2 * columns / 8, boxes, 8, 128]
-        chunks, columns = 2 * boxes - 1, 4 * groups
-        width = 64 * chunks
-        at_once = min(32, columns) // parts  # lines, each of `threads` that take 16 elements in turn
-        threads = utils.WARPGROUP_SIZE // at_once
-        wide = threads // 4  # chunks of 64 columns that they take at once
-        turns = -(-chunks // wide)
-        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
-        place_in_line = _and(thread, threads - 1)
-        quad, first_chunk = _and(place_in_line, 3), _shr(place_in_line, 2)
-        for first in range(0, columns, at_once * parts):
-            line = _add(_shr(thread, threads.bit_length() - 1), _add(_mul(part, at_once), _const(first)))
-            inside = arith.cmpi(arith.CmpIPredicate.slt, line, lines)
-            start = arith.muli(
-                arith.extsi(i64, _add(first_line, arith.select(inside, line, _const(0)))),
-                arith.constant(i64, ir.IntegerAttr.get(i64, 2 * width)),
-            )
-            start = arith.addi(start, llvm.ptrtoint(i64, utils.memref_ptr(q)))
-            words = []
-            for turn in range(turns):
-                chunk = _add(first_chunk, _const(turn * wide))
-                exists = arith.cmpi(arith.CmpIPredicate.slt, chunk, _const(chunks))
-                offset = arith.select(exists, _add(_shl(chunk, 7), _shl(quad, 5)), _const(0))
-                at = arith.addi(start, arith.extsi(i64, offset))
-                wanted = arith.andi(inside, exists)
-                for half in (0, 16):
-                    words += [arith.select(wanted, w, _const(0)) for w in _load_global(at, half)]
-            peak = _const(0)
-            for word in words:
-                peak = _larger_sizes(peak, word)
-            power, unit = _power_and_unit(peak, threads)
-            present = arith.cmpi(arith.CmpIPredicate.slt, line, _const(columns))
-            phase = _and(line, 7)
-            to = _add(_shared(target), _add(_mul(_shr(line, 3), boxes * _BOX), _mul(phase, _LINE)))
-
-            # Straight code for all words would be a thousand instructions that run once, and slowly. So each turn takes the
-            # first words and leaves the others in their place; to read them again would wait for L2 every time.
-            def store(turn, words):  # 16 bytes of a line of each term
-                chunk = _add(first_chunk, _mul(turn, wide))
-                here = arith.andi(present, arith.cmpi(arith.CmpIPredicate.slt, chunk, _const(chunks)))
-                pairs = [_two_terms(words[i], words[i + 1], power) for i in range(0, 8, 2)]
-                side = _xor(_or(quad, _shl(_and(chunk, 1), 2)), phase)
-                place = _add(_add(to, _shl(side, 4)), _mul(_shr(chunk, 1), _BOX))
-                for term in range(2):
-                    at_term = term * groups // 2 * boxes * _BOX
-                    _store_shared_4(place, at_term, [pair[term] for pair in pairs], here)
-                return [*words[8:], *words[:8]]
-
-            _repeat(turns, store, words)
-            leads = arith.andi(present, arith.cmpi(arith.CmpIPredicate.eq, place_in_line, _const(0)))
-            _store_shared(_add(_shared(units), _shl(line, 2)), 0, unit, leads)
-
-    load(q_ref, jnp.int32(first_line), jnp.int32(lines), jnp.int32(part), q_smem, unit_ref)
-
-
 def _power_and_unit(peak, threads: int):
     """(factor that fits a line into e4m3, its inverse): f32 powers of two as words.
 
@@ -443,10 +327,12 @@ def _power_and_unit(peak, threads: int):
 
 
 def split_queries(raw_ref, lines, part, parts: int, q_smem, unit_ref, transforms) -> None:
-    """As `load_queries`, of lines in shared memory.
+    """Queries as two e4m3 terms, each times a power of two; the inverse of that goes to `unit_ref`.
 
     raw_ref is bytes [64, width + 64] of up to 32 lines of bf16, of which `lines` count: row n holds the first ``width + 64``
-    bytes of line n, row ``32 + n`` the last. Each of `parts` warpgroups calls it with its `part`. Follow with
+    bytes of line n, row ``32 + n`` the last. q_smem is bytes [2 * columns, width + 64], the first terms and then what they leave,
+    with zeros in lines past those; unit_ref f32 [columns]. The power takes a line's largest element to [2**7, 2**8). The sum of both
+    terms is exact but for what is below 2**-17 of that element. Each of `parts` warpgroups calls it with its `part`. Follow with
     `plgpu.commit_smem`.
     """
 
@@ -511,31 +397,6 @@ def split_queries(raw_ref, lines, part, parts: int, q_smem, unit_ref, transforms
     convert(raw_ref, jnp.int32(lines), jnp.int32(part), q_smem, unit_ref)
 
 
-def prefetch_queries(q_ref, first_line, lines, most: int) -> None:
-    """Asks for `lines` lines of q, of at most `most`, in L2: by one warpgroup, long before `load_queries` in another."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _SCALAR, _SCALAR), return_type=None)
-    def prefetch(_, q, first_line, lines):
-        i64 = ir.IntegerType.get_signless(64)
-        line_bytes = 2 * ir.MemRefType(q.type).shape[1]
-        count = _mul(lines.registers.item(), line_bytes // _LINE)
-        start = arith.muli(
-            arith.extsi(i64, first_line.registers.item()),
-            arith.constant(i64, ir.IntegerAttr.get(i64, line_bytes)),
-        )
-        start = arith.addi(start, llvm.ptrtoint(i64, utils.memref_ptr(q)))
-        thread = arith.remui(utils.thread_idx(), _const(utils.WARPGROUP_SIZE))
-        for first in range(0, most * line_bytes // _LINE, utils.WARPGROUP_SIZE):
-            index = _add(thread, _const(first))
-            at = arith.addi(start, arith.extsi(i64, _mul(index, _LINE)))
-            utils.inline_ptx(
-                "prefetch.global.L2 [$0];", at, has_side_effects=True,
-                predicate=arith.cmpi(arith.CmpIPredicate.slt, index, count),
-            )  # fmt: skip
-
-    prefetch(q_ref, jnp.int32(first_line), jnp.int32(lines))
-
-
 def zero_rows(tile_ref, first, stop, transforms) -> None:
     """Writes zeros over the rows of a tile of 64 outside [first, stop). The swizzle stays inside a line of 128 bytes."""
 
@@ -560,13 +421,10 @@ def zero_rows(tile_ref, first, stop, transforms) -> None:
     zero(tile_ref, jnp.int32(first), jnp.int32(stop))
 
 
-def store_columns(
-    ref, blocks, first_line, lines, column, of_blocks: int | None = None, first: int = 0
-) -> None:
+def store_columns(ref, blocks, first_line, lines, column) -> None:
     """``ref[first_line + n, column + v] = O[v, n]`` for ``n < lines``; `blocks` are O^T as `v_fragments` orders its rows.
 
-    If they are some of `of_blocks` blocks, `first` is the first of them. The arrays are f32 [64, n] in the WGMMA layout; `ref`
-    in GMEM is f32 or bf16. The address arithmetic is 64-bit.
+    They are two or four, f32 [64, n] in the WGMMA layout; `ref` is bf16 in GMEM. The address arithmetic is 64-bit.
     """
 
     @plgpu.inline_mgpu(
@@ -582,44 +440,26 @@ def store_columns(
         i64 = ir.IntegerType.get_signless(64)
         lane, warp = _lane_and_warp()
         g, q = _shr(lane, 2), _and(lane, 3)
-        of = of_blocks or len(accs)
-        mine = _add(column, _add(_mul(warp, 16 * of), _add(_mul(g, 2 * of), _const(2 * first))))
+        neighbours = 2 * len(accs)
+        mine = _add(column, _add(_mul(warp, 8 * neighbours), _mul(g, neighbours)))
         base = utils.memref_ptr(ref)
         places = [_by_place(acc) for acc in accs]
-
-        def put(line, column, values):
-            vec = llvm.mlir_undef(ir.VectorType.get((len(values),), ir.F32Type.get()))
-            for i, value in enumerate(values):
-                vec = llvm.insertelement(vec, value, _const(i))
-            if element != ir.F32Type.get():
-                vec = arith.truncf(ir.VectorType.get((len(values),), element), vec)
-            with utils.when(arith.cmpi(arith.CmpIPredicate.slt, line, lines)):
-                at = arith.muli(
-                    arith.extsi(i64, _add(first_line, line)),
-                    arith.constant(i64, ir.IntegerAttr.get(i64, stride)),
-                )
-                at = arith.addi(at, arith.extsi(i64, column))
-                pointer = utils.getelementptr(base, [at], element)
-                llvm.store(vec, pointer, alignment=min(16, len(values) * utils.bytewidth(element)))
-
-        odd = arith.cmpi(arith.CmpIPredicate.ne, _and(q, 1), _const(0))
         for n in range(0, accs[0].shape[1], 8):
             for c in range(2):
+                vec = llvm.mlir_undef(ir.VectorType.get((neighbours,), ir.F32Type.get()))
                 values = [_element(place[8 * h, n], c) for place in places for h in range(2)]
-                if len(values) * utils.bytewidth(element) <= 16:
-                    put(_add(_shl(q, 1), _const(n + c)), mine, values)
-                    continue
-                # A store has 16 bytes a thread: two threads write whole sectors of one line, then of the other's.
-                low, high = values[:4], values[4:]
-                sent = [utils.shfl_bfly(arith.select(odd, x, y), 1) for x, y in zip(low, high, strict=True)]
-                line = _add(_shl(_and(q, 2), 1), _const(n + c))
-                column = _add(mine, arith.select(odd, _const(4), _const(0)))
-                put(line, column, [arith.select(odd, x, y) for x, y in zip(sent, low, strict=True)])
-                put(
-                    _add(line, _const(2)),
-                    column,
-                    [arith.select(odd, x, y) for x, y in zip(high, sent, strict=True)],
-                )
+                for i, value in enumerate(values):
+                    vec = llvm.insertelement(vec, value, _const(i))
+                vec = arith.truncf(ir.VectorType.get((neighbours,), element), vec)
+                line = _add(_shl(q, 1), _const(n + c))
+                with utils.when(arith.cmpi(arith.CmpIPredicate.slt, line, lines)):
+                    at = arith.muli(
+                        arith.extsi(i64, _add(first_line, line)),
+                        arith.constant(i64, ir.IntegerAttr.get(i64, stride)),
+                    )
+                    at = arith.addi(at, arith.extsi(i64, mine))
+                    pointer = utils.getelementptr(base, [at], element)
+                    llvm.store(vec, pointer, alignment=neighbours * utils.bytewidth(element))
 
     store(ref, *blocks, jnp.int32(first_line), jnp.int32(lines), jnp.int32(column))
 
@@ -702,18 +542,6 @@ def _load_shared(address: ir.Value, offset: int, words: int) -> list[ir.Value]:
     return [loaded] if words == 1 else list(loaded)
 
 
-def _load_global(address: ir.Value, offset: int) -> list[ir.Value]:
-    i32 = ir.IntegerType.get_signless(32)
-    return list(
-        utils.inline_ptx(
-            f"ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];",
-            address,
-            result_types=[i32] * 4,
-            has_side_effects=True,
-        )
-    )
-
-
 def _store_shared(address: ir.Value, offset: int, word: ir.Value, where: ir.Value) -> None:
     utils.inline_ptx(
         f"st.shared.b32 [$0+{offset}], $1;", address, word, predicate=where, has_side_effects=True
@@ -728,12 +556,6 @@ def _store_shared_2(address: ir.Value, offset: int, words: list[ir.Value], where
         predicate=where,
         has_side_effects=True,
     )
-
-
-def _store_shared_4(address: ir.Value, offset: int, words: list[ir.Value], where: ir.Value) -> None:
-    utils.inline_ptx(
-        f"st.shared.v4.b32 [$0+{offset}], {{$1, $2, $3, $4}};", address, *words, predicate=where, has_side_effects=True
-    )  # fmt: skip
 
 
 def _larger_sizes(sizes: ir.Value, word: ir.Value) -> ir.Value:
@@ -845,9 +667,9 @@ def _repeat(trips: int | ir.Value, body, carry=None) -> list[ir.Value]:  # type:
     return list(loop.results)
 
 
-def _opaque(trips: int, ref: ir.Value) -> ir.Value:
-    """A number of trips that the compilers can't unroll by: no address of shared memory has its bit 31."""
-    return _add(_const(trips), _shr(_shared(ref), 31))
+def _opaque(trips: int, descriptor: ir.Value) -> ir.Value:
+    """A number of trips that the compilers can't unroll by: no WGMMA descriptor has its bit 31."""
+    return _add(_const(trips), _shr(arith.trunci(ir.IntegerType.get_signless(32), descriptor), 31))
 
 
 def _shared(ref: ir.Value) -> ir.Value:
@@ -859,9 +681,17 @@ def _operand(ref: ir.Value) -> ir.Value:
     descriptor = encode_descriptor(
         ref, leading_byte_offset=0, stride_byte_offset=_boxes_of_row(ref) * _BOX, swizzle=_LINE
     )
-    # Opaque, or the compiler keeps what it adds to q's for each instruction, in registers.
+    return _uniform(descriptor)
+
+
+def _uniform(descriptor: ir.Value) -> ir.Value:
+    """See `mosaic_registers.uniform`."""
     i64 = ir.IntegerType.get_signless(64)
-    return utils.inline_ptx("mov.b64 $0, $1;", descriptor, result_types=i64, has_side_effects=True)
+    return utils.inline_ptx(
+        "{ .reg .b32 low, high; mov.b64 {low, high}, $1; shfl.sync.idx.b32 low, low, 0, 31, -1;"
+        " mov.b64 $0, {low, high}; }",
+        descriptor, result_types=i64, has_side_effects=True, convergent=True,
+    )  # fmt: skip
 
 
 def _ahead(descriptor: ir.Value, offset: int) -> ir.Value:

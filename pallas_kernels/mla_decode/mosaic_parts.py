@@ -1,10 +1,13 @@
-"""Parts of cut rows as the registers that hold them: how `mosaic_few` leaves O^T of a part, and the merge of such parts.
+"""Parts of cut rows as the registers that hold them: how O^T of a part is left, heads being columns, and the merge of such parts.
 
 A part lies in lines of 512 f16, a line for 64 of V's columns and 8 queries, in which each thread of a warpgroup has four
 neighbours: what it holds of them in the WGMMA layout. So a part is written by whole cache lines straight from registers and
 read back into the same ones, and nothing is exchanged or waited for in the decode kernel. Of what a warp leaves the largest
 element is scaled to [2^14, 2^15) by a power of two: f16 has 11 bits, so that rounding a part adds an eighth of what rounding the
 result to bf16 does, and it takes half of the time that f32 would.
+
+Row r of O^T's block c is column ``64 c + r`` of V, or, where rows are `paired`, what `mosaic_fp8_registers` says: with n blocks
+of a half of V, rows ``16 w + g`` and ``16 w + g + 8`` of its block b are columns ``16 n w + 2 n g + 2 b`` and the next of that half.
 """
 
 import math
@@ -22,7 +25,7 @@ from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, BFloat16, Float16, Float32, Int32
 
 from pallas_kernels.mla_decode import mosaic_signals, mosaic_spread
-from pallas_kernels.mla_decode.mosaic_block import ACC, COLUMNS, down, full
+from pallas_kernels.mla_decode.mosaic_columns import ACC, COLUMNS, down, full
 from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
 
 _SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -37,9 +40,9 @@ def part_type(slots: int, queries: int, v_width: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((slots * queries * v_width // _LINE, _LINE), jnp.float16)
 
 
-def scales_type(slots: int) -> jax.ShapeDtypeStruct:
+def scales_type(parts: int) -> jax.ShapeDtypeStruct:
     """The array for what the elements that a warp has left of a part are multiplied by, see `first_scale`."""
-    return jax.ShapeDtypeStruct((slots * _HALVES * _WARPS,), jnp.float32)
+    return jax.ShapeDtypeStruct((parts * _HALVES * _WARPS,), jnp.float32)
 
 
 def line_of(slot, block, queries: int, v_width: int):
@@ -52,15 +55,15 @@ def merged_early(rows: int) -> bool:
     return rows > mosaic_spread.MOST_ROWS
 
 
-def first_scale(slot, half):
-    """Where the scales of a half of V of the part in `slot` begin: one for each of four warps."""
-    return (slot * _HALVES + half) * _WARPS
+def first_scale(part, half):
+    """Where the scales of a half of V of a part begin, one for each of four warps. Each query tile of a slot is a part."""
+    return (part * _HALVES + half) * _WARPS
 
 
-def leave(blocks, ref, line, scales_ref, scale) -> None:
-    """Writes O^T, f32 arrays [64, queries] in the WGMMA layout for a half of V, to ``ref[line:]``, its scales to ``scales_ref[scale:]``.
+def leave(blocks, ref, line, scales_ref, scale, pitch: int, queries: int) -> None:
+    """Writes O^T, f32 arrays [64, n] in the WGMMA layout for a half of V, to ``ref[line:]``, its scales to ``scales_ref[scale:]``.
 
-    Elements below 2^-28 of the largest that the warp has lose bits. With an infinity among them the scale is 1, and what is above
+    It writes the first `queries` of n, a multiple of 8; the part has `pitch` in all. Elements below 2^-28 of the largest that the warp has lose bits. With an infinity among them the scale is 1, and what is above
     65504 becomes infinite too.
     """
 
@@ -77,7 +80,7 @@ def leave(blocks, ref, line, scales_ref, scale) -> None:
             }
             lines += [
                 [llvm.extractelement(of[half, query], _const(e)) for half in (0, 8) for e in range(2)]
-                for query in range(0, block.shape[1], _QUERIES)
+                for query in range(0, queries, _QUERIES)
             ]
         larger = lambda a, b: utils.inline_ptx(
             "{ .reg .f32 a, b; abs.f32 a, $1; abs.f32 b, $2; max.f32 $0, a, b; }", a, b, result_types=f32
@@ -107,8 +110,10 @@ def leave(blocks, ref, line, scales_ref, scale) -> None:
                 utils.inline_ptx("cvt.rn.f16x2.f32 $0, $2, $1;", *scaled[j : j + 2], result_types=i32)
                 for j in (0, 2)
             ]
+            block, group = divmod(i, queries // _QUERIES)
+            ahead = block * (pitch // _QUERIES) + group
             utils.inline_ptx(
-                f"st.global.v2.b32 [$0+{2 * _LINE * i}], {{$1, $2}};", at, *pairs, has_side_effects=True
+                f"st.global.v2.b32 [$0+{2 * _LINE * ahead}], {{$1, $2}};", at, *pairs, has_side_effects=True
             )
         utils.inline_ptx(
             "{ .reg .pred one; .reg .b32 lane; and.b32 lane, $1, 31; setp.eq.u32 one, lane, 0; @one st.global.f32 [$0], $2; }",
@@ -168,6 +173,42 @@ def fetch(ref, scales_ref, lse_ref, line, scale, first, queries: int):
     return load(ref, scales_ref, lse_ref, jnp.int32(line), jnp.int32(scale), jnp.int32(first))
 
 
+def store_pairs(ref, values, first, live, block) -> None:
+    """Writes `paired` f32 [64, queries] in the WGMMA layout, O^T of V's `block`, to bf16 ``ref[first : first + live]``."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), ACC, *[_SCALAR] * 3), return_type=None)
+    def store(_, ref, values, *scalars):
+        first, live, block = (x.registers.item() for x in scalars)
+        i32, i64 = (ir.IntegerType.get_signless(bits) for bits in (32, 64))
+        v_width = ir.MemRefType(ref.type).shape[1]
+        of_half = v_width // _BLOCK // _HALVES
+        lane, warp = arith.andi(_thread(), _const(31)), arith.shrui(_thread(), _const(5))
+        half, b = arith.divui(block, _const(of_half)), arith.remui(block, _const(of_half))
+        times = lambda x, n: arith.muli(x, _const(n))
+        # Of a warp in a half, of a lane in a warp, of a block.
+        column = arith.addi(times(half, v_width // _HALVES), times(warp, 16 * of_half))
+        column = arith.addi(column, times(arith.shrui(lane, _const(2)), 2 * of_half))
+        column = arith.addi(column, times(b, 2))
+        mine = times(arith.andi(lane, _const(3)), 2)
+        at = arith.muli(arith.extsi(i64, arith.addi(first, mine)), _const(2 * v_width, i64))
+        at = arith.addi(at, arith.extsi(i64, times(column, 2)))
+        at = arith.addi(at, llvm.ptrtoint(i64, utils.memref_ptr(ref)))
+        of = {
+            place: values.registers[index]
+            for index, place in _places(values.layout, values.registers.shape, values.shape[1])
+        }
+        for query in range(0, values.shape[1], _QUERIES):
+            for e in range(2):
+                low, high = (llvm.extractelement(of[row, query], _const(e)) for row in (0, 8))
+                word = utils.inline_ptx("cvt.rn.bf16x2.f32 $0, $2, $1;", low, high, result_types=i32)
+                utils.inline_ptx(
+                    f"{{ .reg .pred is; setp.lt.s32 is, $1, $2; @is st.global.b32 [$0+{2 * v_width * (query + e)}], $3; }}",
+                    at, arith.addi(mine, _const(query + e)), live, word, has_side_effects=True,
+                )  # fmt: skip
+
+    store(ref, values, jnp.int32(first), jnp.int32(live), jnp.int32(block))
+
+
 def merge(
     out: BFloat16[Array, "rows_queries v_width"],
     lse: Float32[Array, " rows_queries"],
@@ -179,22 +220,34 @@ def merge(
     *,
     queries: int,
     groups: int,
+    columns: int,
+    q_tiles: int = 1,
+    paired: bool = False,
 ) -> tuple[Array, Array]:
-    """As `mosaic_merge.merge`, of parts of type `part_type` with scales of `scales_type`; `queries` is a multiple of 8."""
+    """As `mosaic_merge.merge`, of parts of type `part_type` with scales of `scales_type`.
+
+    A part has `columns` queries of each of `q_tiles` query tiles, a multiple of 8, of which a row has the first `queries`.
+    `paired`: how the rows of O^T lie; if they are not, `queries` is a multiple of 8.
+    """
     v_width = out.shape[1]
     if groups == 1:
         return out, lse
     rows = out.shape[0] // queries
     if rows <= mosaic_spread.MOST_ROWS:
-        return mosaic_spread.merge(out, lse, part, part_lse, leads, scales, queries=queries, groups=groups)
+        return mosaic_spread.merge(
+            out, lse, part, part_lse, leads, scales,
+            queries=queries, groups=groups, columns=columns, q_tiles=q_tiles, paired=paired,
+        )  # fmt: skip
+    part_columns, part_queries = columns, columns * q_tiles
     # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
     few = rows <= groups // 4
-    columns, together = (_QUERIES, min(groups // rows, 16)) if few else (queries, 2)
+    columns, together = (_QUERIES, min(groups // rows, 16)) if few else (part_columns, 2)
 
-    def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, scales_ref, out_ref, lse_ref, out_smem):
+    def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, scales_ref, out_ref, lse_ref, *out_smem_if_any):
         lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))
         row, group, last = mosaic_signals.read_lead(lead_ref, lead)
         count = last - group + 1
+        q_tile = lax.div(tile * columns, part_columns) if q_tiles > 1 else 0
 
         def add_parts(i, carry):
             peak, total, acc = carry
@@ -202,11 +255,10 @@ def merge(
             for a in [i * together + j for j in range(together)]:
                 safe = jnp.minimum(a, count - 1)
                 slot = jnp.where(safe == 0, groups + group, group + safe)
-                line = line_of(slot, block, queries, v_width) + tile * (columns // _QUERIES)
-                scale = first_scale(slot, lax.div(block, v_width // _BLOCK // _HALVES))
-                value, log = fetch(
-                    part_ref, scales_ref, part_lse_ref, line, scale, slot * queries + tile * columns, columns
-                )
+                line = line_of(slot, block, part_queries, v_width) + tile * (columns // _QUERIES)
+                scale = first_scale(slot * q_tiles + q_tile, lax.div(block, v_width // _BLOCK // _HALVES))
+                first = slot * part_queries + tile * columns
+                value, log = fetch(part_ref, scales_ref, part_lse_ref, line, scale, first, columns)
                 parts.append((value, log + jnp.where(a < count, jnp.float32(0), -jnp.inf)))
             new_peak = peak
             for _, log in parts:
@@ -220,7 +272,9 @@ def merge(
 
         @pl.when((row >= 0) & (count > 0))
         def run():
-            mosaic_signals.wait_for_parts(counts_ref, group, count, groups=groups, tellers=_HALVES)
+            mosaic_signals.wait_for_parts(
+                counts_ref, group, count, groups=groups, tellers=_HALVES, tile=q_tile, tiles=q_tiles
+            )
             empty = (
                 full((columns,), -1e30, COLUMNS),
                 full((columns,), 0, COLUMNS),
@@ -228,14 +282,21 @@ def merge(
             )
             peak, total, acc = lax.fori_loop(0, lax.div(count + (together - 1), together), add_parts, empty)
             safe = jnp.where(total > 0, total, 1)
-            out_smem.transpose((1, 0))[...] = (acc * down(1 / safe, acc)).astype(jnp.bfloat16)
+            result, first = acc * down(1 / safe, acc), row * queries + tile * columns
+            natural = jnp.where(total > 0, (peak + jnp.log2(safe)) * math.log(2), jnp.inf)
+            live = jnp.minimum(queries - tile * columns, columns) if queries % columns else columns
+            store_lse = lambda: pl.when(block == 0)(lambda: store_vector(lse_ref, natural, first, live))
+            if paired:
+                store_pairs(out_ref, result, first, live, block)
+                store_lse()
+                return
+            (out_smem,) = out_smem_if_any
+            out_smem.transpose((1, 0))[...] = result.astype(jnp.bfloat16)
             plgpu.commit_smem()
-            first = row * queries + tile * columns
             plgpu.copy_smem_to_gmem(
                 out_smem, out_ref.at[pl.ds(first, columns), pl.ds(block * _BLOCK, _BLOCK)]
             )
-            natural = jnp.where(total > 0, (peak + jnp.log2(safe)) * math.log(2), jnp.inf)
-            pl.when(block == 0)(lambda: store_vector(lse_ref, natural, first, columns))
+            store_lse()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         # Launched while the decode kernel still runs, this one must not end before it.
@@ -245,11 +306,11 @@ def merge(
     plgpu.kernel(
         kernel,
         out_type=[],
-        grid=(leads.shape[0], v_width // _BLOCK, queries // columns),
+        grid=(leads.shape[0], v_width // _BLOCK, -(-queries // columns)),
         grid_names=("lead", "block", "tile"),
         num_threads=1,
         thread_name="wg",
-        scratch_types=[plgpu.SMEM((columns, _BLOCK), jnp.bfloat16, transforms=_TILED)],
+        scratch_types=[] if paired else [plgpu.SMEM((columns, _BLOCK), jnp.bfloat16, transforms=_TILED)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),

@@ -32,6 +32,26 @@ def sync_warpgroup() -> None:
     plgpu.inline_mgpu(arg_types=(), return_type=None)(lambda _: mgpu.utils.warpgroup_barrier())()
 
 
+def uniform(x):
+    """`x`, an int32 scalar, from the first lane of the warp.
+
+    WGMMA takes addresses from uniform registers. Those that follow from `x` are computed there, where they are used; otherwise the
+    compiler may compute them ahead of the loop, keep them in each thread's registers and move them for each instruction.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(_SCALAR,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=_SCALAR)
+    )
+    def first(_, x):
+        word = mgpu.utils.inline_ptx(
+            "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", x.registers.item(),
+            result_types=ir.IntegerType.get_signless(32), has_side_effects=True, convergent=True,
+        )  # fmt: skip
+        return FragmentedArray.splat(word, (), is_signed=True)
+
+    return first(jnp.int32(x))
+
+
 def add_products(accumulators, left, rights, done=None):
     """``[acc + left @ right for acc, right in zip(accumulators, rights)]`` by WGMMA, all in flight together.
 

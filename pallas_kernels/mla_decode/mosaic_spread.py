@@ -33,7 +33,9 @@ _SHARE = _TOTALS + QUERIES
 _SCALAR = plgpu.Layout.WG_SPLAT(())
 
 
-def merge(out, lse, part, part_lse, leads, scales, *, queries: int, groups: int):
+def merge(
+    out, lse, part, part_lse, leads, scales, *, queries: int, groups: int, columns: int, q_tiles: int, paired: bool
+):  # fmt: skip
     """As `mosaic_parts.merge`, of up to `MOST_ROWS` rows; the parts are there when the decode kernel has ended."""
     rows, v_width = out.shape[0] // queries, out.shape[1]
     together = parts_together(rows, groups)
@@ -48,15 +50,17 @@ def merge(out, lse, part, part_lse, leads, scales, *, queries: int, groups: int)
         def run():
             add_parts(
                 part_ref, scales_ref, part_lse_ref, sums_smem, group, count, block, tile,
-                queries=queries, v_width=v_width, groups=groups, together=together,
+                columns=columns, q_tiles=q_tiles, v_width=v_width, groups=groups, together=together,
             )  # fmt: skip
-            combine(sums_smem, out_ref, lse_ref, row, block, tile, queries=queries, v_width=v_width)
+            combine(
+                sums_smem, out_ref, lse_ref, row, block, tile, queries=queries, v_width=v_width, paired=paired
+            )
 
     out_box, lse_box = jax.new_ref(out), jax.new_ref(lse)
     plgpu.kernel(
         kernel,
         out_type=[],
-        grid=(leads.shape[0], v_width // COLUMNS, queries // QUERIES),
+        grid=(leads.shape[0], v_width // COLUMNS, -(-queries // QUERIES)),
         grid_names=("lead", "block", "tile"),
         num_threads=1,
         thread_name="wg",
@@ -75,15 +79,15 @@ def parts_together(rows: int, groups: int) -> int:
 
 def add_parts(
     part_ref, scales_ref, part_lse_ref, sums_smem, group, count, block, tile, *,
-    queries: int, v_width: int, groups: int, together: int,
+    columns: int, q_tiles: int, v_width: int, groups: int, together: int,
 ) -> None:  # fmt: skip
     """Leaves in `sums_smem` what each warp's parts come to, and waits until all warps have.
 
     The row's `count` parts are slot ``groups + group`` and the slots behind `group`.
     """
     text = _add_text(
-        slot_bytes=2 * queries * v_width, lse_bytes=4 * queries, tiles=queries // QUERIES,
-        blocks_of_half=v_width // COLUMNS // 2, groups=groups, together=together,
+        columns=columns, q_tiles=q_tiles, v_width=v_width, blocks_of_half=v_width // COLUMNS // 2, groups=groups,
+        together=together,
     )  # fmt: skip
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4 + (_SCALAR,) * 4, return_type=None)
@@ -96,9 +100,11 @@ def add_parts(
     add(part_ref, scales_ref, part_lse_ref, sums_smem, *(jnp.int32(x) for x in (group, count, block, tile)))
 
 
-def combine(sums_smem, out_ref, lse_ref, row, block, tile, *, queries: int, v_width: int) -> None:
+def combine(
+    sums_smem, out_ref, lse_ref, row, block, tile, *, queries: int, v_width: int, paired: bool
+) -> None:
     """Stores what the warps' sums come to, and lse if `block` is 0."""
-    text = _combine_text(queries, v_width)
+    text = _combine_text(queries, v_width, paired)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3 + (_SCALAR,) * 3, return_type=None)
     def store(_, sums_smem, out_ref, lse_ref, *scalars):
@@ -117,9 +123,14 @@ _VALUE = (0, 1, 2, 3)
 
 
 def _add_text(
-    *, slot_bytes: int, lse_bytes: int, tiles: int, blocks_of_half: int, groups: int, together: int
+    *, columns: int, q_tiles: int, v_width: int, blocks_of_half: int, groups: int, together: int
 ) -> str:
     """PTX of `add_parts`, for a thread."""
+    part_queries = columns * q_tiles
+    slot_bytes, lse_bytes, tiles = 2 * part_queries * v_width, 4 * part_queries, part_queries // QUERIES
+    slot_scales = q_tiles * _SCALES
+    assert q_tiles == 1 or columns == 4 * QUERIES  # what a shift divides by
+    of_q_tile = f" shr.u32 x, {{tile}}, 2; mad.lo.u32 slot, x, {_SCALES // 4}, slot;" if q_tiles > 1 else ""
     parts, scales, logs, sums, group, count, block, tile = (f"${i}" for i in range(8))
     js = range(together)
     pairs = [[f"h{j}_{c}" for c in range(2)] for j in js]  # of queries, two f16 a register
@@ -137,17 +148,18 @@ def _add_text(
         # In slot 0: the quarter block % 4 of line (block / 4) * tiles + tile, its scale, and the lse of the lane's queries.
         f" shr.u32 x, {block}, 2; mad.lo.u32 x, x, {tiles}, {tile}; and.b32 slot, {block}, 3; mad.lo.u32 x, x, 4, slot;"
         f" mul.lo.u32 x, x, {_QUARTER}; mad.lo.u32 x, lane, 8, x; cvt.u64.u32 mine, x; add.u64 mine, mine, {parts};",
-        f" setp.ge.u32 is, {block}, {blocks_of_half}; @is add.u32 slot, slot, 4; mul.wide.u32 my_scale, slot, 4;"
+        f" setp.ge.u32 is, {block}, {blocks_of_half}; @is add.u32 slot, slot, 4;{of_q_tile.format(tile=tile)}"
+        " mul.wide.u32 my_scale, slot, 4;"
         f" add.u64 my_scale, my_scale, {scales};",
         f" and.b32 x, lane, 3; mad.lo.u32 x, {tile}, {QUERIES // 2}, x; mul.wide.u32 my_lse, x, 8;"
         f" add.u64 my_lse, my_lse, {logs};",
         f' NEXT: .pragma "nounroll"; setp.ge.s32 end, part, {count}; @end bra END;',
-        f" add.u32 slot, {group}, part; mad.wide.u32 at, slot, {slot_bytes}, mine; mad.wide.u32 at_scale, slot, {_SCALES}, my_scale;"
+        f" add.u32 slot, {group}, part; mad.wide.u32 at, slot, {slot_bytes}, mine; mad.wide.u32 at_scale, slot, {slot_scales}, my_scale;"
         f" mad.wide.u32 at_lse, slot, {lse_bytes}, my_lse; sub.s32 left, {count}, part;",
         # Only the first part of a row lies elsewhere.
         f" setp.eq.u32 is, part, 0; add.u32 slot, slot, {groups}; mov.b64 to, at; mov.b64 to_scale, at_scale;"
         f" mov.b64 to_lse, at_lse; @is mad.wide.u32 to, slot, {slot_bytes}, mine;"
-        f" @is mad.wide.u32 to_scale, slot, {_SCALES}, my_scale; @is mad.wide.u32 to_lse, slot, {lse_bytes}, my_lse;",
+        f" @is mad.wide.u32 to_scale, slot, {slot_scales}, my_scale; @is mad.wide.u32 to_lse, slot, {lse_bytes}, my_lse;",
     ]
     for j in js:  # a part that there isn't weighs nothing
         text += [f" mov.b32 {x}, 0;" for x in pairs[j]]
@@ -156,7 +168,7 @@ def _add_text(
         text.append(
             f" setp.gt.s32 is, left, {_WARPS * j};"
             f" @is ld.global.v2.f32 {{{', '.join(lses[j])}}}, [{base_lse}+{_WARPS * j * lse_bytes}];"
-            f" @is ld.global.f32 f{j}, [{base_scale}+{_WARPS * j * _SCALES}];"
+            f" @is ld.global.f32 f{j}, [{base_scale}+{_WARPS * j * slot_scales}];"
             f" @is ld.global.v2.b32 {{{', '.join(pairs[j])}}}, [{base}+{_WARPS * j * slot_bytes}];"
         )
     for q in _QUERY:
@@ -189,33 +201,51 @@ def _add_text(
     return "".join(text)
 
 
-def _combine_text(queries: int, v_width: int) -> str:
+def _combine_text(queries: int, v_width: int, paired: bool) -> str:
     """PTX of `combine`, for a thread."""
     sums, out, lse, row, block, tile = (f"${i}" for i in range(6))
     shares = [4 * _SHARE * w for w in range(_WARPS)]
     text = [
-        "{ .reg .pred is; .reg .b32 t, query, pair, stats, values, line, word; .reg .b64 to;"
+        "{ .reg .pred is, here; .reg .b32 t, query, pair, stats, values, line, word, of; .reg .b64 to;"
         " .reg .f32 peak, total, s0, s1, p, x, y;",
-        # A thread has two neighbouring columns of a query.
+        # A thread has two neighbouring columns of a query. Where rows are paired, they lie 8 apart in the sums.
         " mov.u32 t, %tid.x; setp.ge.u32 is, t, 64; @is bra END; shr.u32 query, t, 3; and.b32 pair, t, 7;",
         f" mad.lo.u32 stats, query, 4, {sums}; mad.lo.u32 values, query, {4 * _PITCH}, {sums};"
-        " mad.lo.u32 values, pair, 8, values;",
+        f" mad.lo.u32 values, pair, {4 if paired else 8}, values;",
         " mov.f32 peak, 0fF149F2CA; mov.f32 total, 0f00000000; mov.f32 s0, total; mov.f32 s1, total;",  # -1e30
     ]
     text += [f" ld.shared.f32 p, [stats+{at + 4 * _PEAKS}]; max.f32 peak, peak, p;" for at in shares]
     text += [
         f" ld.shared.f32 p, [stats+{at + 4 * _PEAKS}]; sub.f32 p, p, peak; ex2.approx.ftz.f32 p, p;"
         f" ld.shared.f32 x, [stats+{at + 4 * _TOTALS}]; fma.rn.f32 total, x, p, total;"
-        f" ld.shared.v2.f32 {{x, y}}, [values+{at}]; fma.rn.f32 s0, x, p, s0; fma.rn.f32 s1, y, p, s1;"
+        + (
+            f" ld.shared.f32 x, [values+{at}]; ld.shared.f32 y, [values+{at + 32}];"
+            if paired
+            else f" ld.shared.v2.f32 {{x, y}}, [values+{at}];"
+        )
+        + " fma.rn.f32 s0, x, p, s0; fma.rn.f32 s1, y, p, s1;"
         for at in shares
     ]
+    of_half = v_width // 64 // 2  # blocks of 64 columns
+    if paired:  # the first of both columns, halved
+        place = (
+            f" shr.u32 of, {block}, 2; shr.u32 t, of, {of_half.bit_length() - 1}; mul.lo.u32 t, t, {v_width // 4};"
+            f" and.b32 of, of, {of_half - 1}; add.u32 t, t, of; and.b32 of, {block}, 3; mad.lo.u32 t, of, {8 * of_half}, t;"
+            f" mad.lo.u32 t, pair, {of_half}, t;"
+        )
+    else:
+        place = f" mad.lo.u32 t, {block}, {COLUMNS // 2}, pair;"
+    # Queries of the last eight that there are not are not stored.
+    some = f" setp.lt.u32 here, line, {queries};" if queries % QUERIES else ""
+    last = " selp.u32 t, t, 1, here;" if some else ""
     text += [
         # A query that saw nothing has zeros and an lse of inf.
         " setp.gt.f32 is, total, 0f00000000; selp.f32 x, total, 0f3F800000, is; rcp.approx.ftz.f32 y, x;"
         " mul.f32 s0, s0, y; mul.f32 s1, s1, y; cvt.rn.bf16x2.f32 word, s1, s0;",
-        f" mad.lo.u32 line, {row}, {queries}, query; mad.lo.u32 line, {tile}, {QUERIES}, line;"
-        f" mad.lo.u32 t, {block}, {COLUMNS // 2}, pair;",
-        f" mad.wide.u32 to, line, {2 * v_width}, {out}; mad.wide.u32 to, t, 4, to; st.global.b32 [to], word;",
+        f" mad.lo.u32 line, {tile}, {QUERIES}, query;{some} mad.lo.u32 line, {row}, {queries}, line;",
+        place,
+        f" mad.wide.u32 to, line, {2 * v_width}, {out}; mad.wide.u32 to, t, 4, to;"
+        f" {'@here ' if some else ''}st.global.b32 [to], word;{last}",
         # From base 2, by log 2; one thread of a query stores it.
         " lg2.approx.ftz.f32 y, x; add.f32 y, y, peak; mul.f32 y, y, 0f3F317218; selp.f32 y, y, 0f7F800000, is;",
         f" mad.wide.u32 to, line, 4, {lse}; setp.eq.u32 is, t, 0; @is st.global.f32 [to], y;",

@@ -15,13 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mla_decode import (
-    mosaic_fp8,
-    mosaic_fp8_block,
-    mosaic_fp8_few,
-    mosaic_fp8_pairs,
-)
-from tests.kernels import mla_interpreter
+from pallas_kernels.mla_decode import mosaic_fp8, mosaic_fp8_pairs, mosaic_parts
+from tests.kernels import mla_few_interpreter, mla_interpreter
 from tests.kernels.mla_case import make_case
 
 WIDTH = 576
@@ -29,21 +24,6 @@ WIDTH = 576
 
 def values(tile_ref):
     return lax.bitcast_convert_type(tile_ref[...], jnp.float8_e4m3fn).astype(jnp.float32)
-
-
-def load_queries(q_ref, first_line, lines, q_smem, unit_ref, _, part=0, parts=1):
-    columns = q_smem.shape[0] // 2
-    mine = columns // parts
-
-    @pl.loop(part * mine, (part + 1) * mine)
-    def load(i):
-        line = q_ref[first_line + jnp.minimum(i, lines - 1)]
-        left = jnp.where(i < lines, line.astype(jnp.float32) * 32, 0)
-        for term in range(2):
-            rounded = left.astype(jnp.float8_e4m3fn)
-            q_smem[term * columns + i, :WIDTH] = lax.bitcast_convert_type(rounded, jnp.uint8)
-            left = left - rounded.astype(jnp.float32)
-        unit_ref[i] = jnp.float32(1 / 32)
 
 
 def split_queries(raw_ref, lines, part, parts, q_smem, unit_ref, _):
@@ -94,66 +74,50 @@ def add_values(accumulators, tile_ref, p_ref, first_column, at_once, _):
     return [acc + product[64 * i : 64 * i + 64] for i, acc in enumerate(accumulators)]
 
 
-def prefetch_queries(*_):
-    pass
-
-
 def zero_rows(tile_ref, first, stop, _):
     row = jnp.arange(64)[:, None]
     tile_ref[...] = jnp.where((row >= first) & (row < stop), tile_ref[...], jnp.uint8(0))
 
 
-def send(blocks, ref, _):
-    sent = lax.bitcast_convert_type(jnp.stack(blocks).reshape(-1), jnp.uint8).reshape(-1)
-    ref[...] = jnp.pad(sent, (0, ref.shape[0] * ref.shape[1] - sent.shape[0])).reshape(ref.shape)
-
-
-def receive(blocks, ref, _):
-    shape = (len(blocks), *blocks[0].shape)
-    sent = ref[...].reshape(-1)[: 4 * int(np.prod(shape))].reshape(-1, 4)
-    sent = lax.bitcast_convert_type(sent, jnp.float32).reshape(shape)
-    return [block + sent[i] for i, block in enumerate(blocks)]
-
-
-def store_columns(ref, blocks, first_line, lines, column, of_blocks=None, first=0):
+def store_columns(ref, blocks, first_line, lines, column):
     out = jnp.concatenate(blocks).T.astype(ref.dtype)
 
     @pl.loop(0, lines)
     def line(i):
         row = lax.dynamic_index_in_dim(out, i, 0, keepdims=False)
-        ref[first_line + i, pl.ds(column + 64 * first, out.shape[1])] = row
-
-
-def store_vector(ref, vector, first, count):
-    @pl.loop(0, count)
-    def element(i):
-        ref[first + i] = lax.dynamic_index_in_dim(vector, i, 0, keepdims=False)
+        ref[first_line + i, pl.ds(column, out.shape[1])] = row
 
 
 SUBSTITUTES = (
-    load_queries, split_queries, scores_of, token_scales, any_above, reduce_columns, add_weights, add_values, zero_rows,
-    prefetch_queries, send, receive, store_columns, store_vector,
+    split_queries, scores_of, token_scales, any_above, reduce_columns, add_weights, add_values, zero_rows, store_columns,
 )  # fmt: skip
 
 
 def main() -> None:
     """Rows cut between three blocks, windows, an empty row, drafts, ids translated in the kernel; rings used again."""
-    for module in (mosaic_fp8_block, mosaic_fp8_few, mosaic_fp8_pairs):
-        mla_interpreter.substitute(module, None)
-        for function in SUBSTITUTES:
-            if hasattr(module, function.__name__):
-                setattr(module, function.__name__, function)
-    few = dict(heads=5, s_q=3, page_size=32)
-    pairs = dict(heads=9, s_q=3, page_size=32)
-    many = dict(heads=48, page_size=64)
-    for shape, blocks in ((few, 3), (pairs, 3), (many, 4)):
+    mla_interpreter.substitute(mosaic_fp8_pairs, None)
+    mla_few_interpreter.substitute_parts()
+    for function in SUBSTITUTES:
+        assert hasattr(mosaic_fp8_pairs, function.__name__)
+        setattr(mosaic_fp8_pairs, function.__name__, function)
+    lengths, starts = [77, 0, 900, 64, 130], [3, 0, 129, 0, 65]
+    for shape, rows, blocks in (
+        (dict(heads=5, s_q=3, page_size=32), 5, 3),
+        (dict(heads=9, s_q=3, page_size=32), 5, 3),
+        (dict(heads=48, page_size=64), 5, 6),
+        # So few rows are merged by `mosaic_spread`; more than blocks, two parts at a time.
+        (dict(heads=9, page_size=64), 3, 4),
+        (dict(heads=33, page_size=64), 3, 4),
+        (dict(heads=35, page_size=64), 11, 12),
+    ):
         case = make_case(
-            [77, 0, 130, 64, 700],
-            kv_start=[3, 0, 65, 0, 129],
+            (lengths * 3)[:rows],
+            kv_start=(starts * 3)[:rows],
             kv_dtype="float8_e4m3fn",
             log10_scales=(-3, 0),
             **shape,
         )
+        mla_interpreter.forget_parts()
         with (
             redirect_stdout(StringIO()) as printed,
             plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)),
@@ -169,6 +133,7 @@ def main() -> None:
             out, lse = np.asarray(out, np.float64), np.asarray(lse, np.float64)
         assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
         case.check(out, lse)
+        mla_interpreter.check_parts(told=mosaic_parts.merged_early(rows))
     print("right, no races")
 
 

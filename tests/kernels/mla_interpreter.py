@@ -132,7 +132,7 @@ def substitute(kernel, add_products) -> None:
     kernel.upper_half, kernel.lower_half = upper_half, lower_half
     kernel.round_pairs, kernel.widen = round_pairs, widen
     kernel.fold, kernel.raise_peak = fold, raise_peak
-    kernel.sync_warpgroup = lambda: None  # a warpgroup is one thread here
+    kernel.sync_warpgroup, kernel.uniform = lambda: None, lambda x: x  # a warpgroup is one thread here
     mosaic_schedule.find_share = find_share
     mosaic_gather.copy_rows, mosaic_gather.report = copy_rows, plgpu.barrier_arrive
     mosaic_gather.order_reads = lambda: None
@@ -157,10 +157,21 @@ def substitute(kernel, add_products) -> None:
     shared_memory.Barrier.deallocate = lenient
 
 
-def check(case, delivery: str, told: bool = False, **tuning: int) -> None:
-    """`told`: whether the merge waits for parts instead of the kernel's end, which must then be told of as it wants."""
+def forget_parts() -> None:
     _told.clear()
     _awaited.clear()
+
+
+def check_parts(told: bool) -> None:
+    """Whether parts were told of as the merge wants, or no part if it waits for the kernel's end, since `forget_parts`."""
+    jax.effects_barrier()
+    assert _told == _awaited, (_told, _awaited)
+    assert bool(_told) == told, (_told, told)
+
+
+def check(case, delivery: str, told: bool = False, **tuning: int) -> None:
+    """`told`: whether the merge waits for parts instead of the kernel's end, which must then be told of as it wants."""
+    forget_parts()
     # Races are printed as they are found; what the interpreter keeps of them is that of its last kernel, the merge.
     with (
         redirect_stdout(StringIO()) as printed,
@@ -177,9 +188,7 @@ def check(case, delivery: str, told: bool = False, **tuning: int) -> None:
         results = np.asarray(out, np.float64), np.asarray(lse, np.float64)
     assert "RACE DETECTED" not in printed.getvalue(), printed.getvalue()
     case.check(*results)
-    jax.effects_barrier()
-    assert _told == _awaited, (_told, _awaited)
-    assert bool(_told) == told
+    check_parts(told)
 
 
 def main() -> None:

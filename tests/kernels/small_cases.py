@@ -33,10 +33,10 @@ def mla(implementation: str, kv_dtype: str, heads: int, page_size: int = 64, tim
         case.check(*case.run(implementation, delivery))
 
 
-def mla_parts(implementation: str) -> None:
+def mla_parts(implementation: str, kv_dtype: str, heads: int) -> None:
     """One row in many parts, and one of two in more than its merge takes at once."""
     for lengths, s_q in (([3000], 1), ([70, 5000], 2)):
-        case = mla_case.make_case(lengths, heads=16, s_q=s_q)
+        case = mla_case.make_case(lengths, heads=heads, s_q=s_q, kv_dtype=kv_dtype)
         case.check(*case.run(implementation, "table"))
 
 
@@ -144,15 +144,17 @@ def experts(implementation: str) -> None:
 CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-few": (mla, ("mosaic", "bfloat16", 16)),
     "mla-few-late": (mla, ("mosaic", "bfloat16", 16, 64, 11)),
-    "mla-few-parts": (mla_parts, ("mosaic",)),
+    "mla-few-parts": (mla_parts, ("mosaic", "bfloat16", 16)),
     "mla-many": (mla, ("mosaic", "bfloat16", 128)),
     "mla-late": (mla, ("mosaic", "bfloat16", 128, 64, 11)),  # a row for every group of blocks
     "mla-rows-few": (mla, ("mosaic", "bfloat16", 16, 1)),
     "mla-rows-many": (mla, ("mosaic", "bfloat16", 128, 1)),
     "mla-rows-late": (mla, ("mosaic", "bfloat16", 128, 1, 11)),
     "mla-fp8-few": (mla, ("mosaic", "float8_e4m3fn", 16)),
-    "mla-fp8-pairs": (mla, ("mosaic", "float8_e4m3fn", 32)),
+    "mla-fp8-tiles": (mla, ("mosaic", "float8_e4m3fn", 35)),
     "mla-fp8-many": (mla, ("mosaic", "float8_e4m3fn", 128)),
+    "mla-fp8-late": (mla, ("mosaic", "float8_e4m3fn", 16, 64, 11)),
+    "mla-fp8-parts": (mla_parts, ("mosaic", "float8_e4m3fn", 35)),
     "mla-triton": (mla, ("triton", "bfloat16", 16)),
     "gqa": (gqa, ("mosaic",)),
     "gqa-rows": (gqa, ("mosaic", "bfloat16", "stream")),

@@ -249,11 +249,21 @@ def test_small_batch_after_a_large_one(implementation, kv_dtype, delivery):
 
 
 @gpu
-@pytest.mark.parametrize("heads", [16, 128])
-def test_replays_whose_rows_are_merged_early(heads):
-    """Above 8 rows Mosaic counts the parts of a row: counts of the replay before must not pass for this one's."""
-    case = make_case([65, 1, 3000, 64, 128, 7, 2000, 90, 500, 0, 1500, 64], heads=heads)
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("heads", [16, 35, 128])
+def test_replays_whose_rows_are_merged_early(heads, kv_dtype):
+    """Above 8 rows, or 4, Mosaic counts the parts of a row: counts of the replay before must not pass for this one's."""
+    case = make_case([65, 1, 3000, 64, 128, 7, 2000, 90, 500, 0, 1500, 64], heads=heads, kv_dtype=kv_dtype)
     replay(case, "mosaic", "table", (12, 5, 12, 1, 12))
+
+
+@gpu
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("heads", [3, 32, 35, 128])
+@pytest.mark.parametrize("lengths", [[20_000], [70, 30_000, 0], [9000] * 5])
+def test_few_rows_in_many_parts(lengths, heads, kv_dtype):
+    case = make_case(lengths, heads=heads, kv_dtype=kv_dtype)
+    case.check(*run("mosaic", case))
 
 
 def replay(case, implementation: str, delivery: str, batches) -> None:

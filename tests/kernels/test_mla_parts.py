@@ -4,11 +4,12 @@ import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.mla_decode import mosaic_parts
-from tests.kernels.test_mla_spread import in_lines
+from tests.kernels.test_mla_spread import column_of, in_lines
 
 LANES = 128
 THREAD = np.arange(LANES)
@@ -38,6 +39,12 @@ def memories(monkeypatch):
         if "cvt.rn.f16x2" in text:
             low, high = (x.astype(np.float16).view(np.uint16).astype(np.uint32) for x in args)
             return low | high << 16
+        if "cvt.rn.bf16x2" in text:
+            low, high = (x.astype(jnp.bfloat16).view(np.uint16).astype(np.uint32) for x in args)
+            return low | high << 16
+        if "setp.lt" in text:
+            offset = int(re.search(r"\[\$0\+(\d+)\]", text)[1])
+            return store(args[0] + offset, args[3:], args[1] < args[2])
         if "@one" in text:
             return store(args[0], [bits(args[2]).astype(np.uint32)], args[1] % 32 == 0)
         offset = int(re.search(r"\[\$0\+(\d+)\]", text)[1])
@@ -50,6 +57,8 @@ def memories(monkeypatch):
         def __add__(self, more):
             return Address(self.name, self.byte + more)
 
+        __radd__, __array_ufunc__ = __add__, None
+
     scalar = lambda value: SimpleNamespace(registers=SimpleNamespace(item=lambda: np.full(LANES, int(value))))
     replaced = dict(
         plgpu=SimpleNamespace(
@@ -59,16 +68,18 @@ def memories(monkeypatch):
             RefType=lambda *_: None,
         ),
         ir=SimpleNamespace(
-            IntegerType=SimpleNamespace(get_signless=lambda bits: bits), F32Type=SimpleNamespace(get=lambda: "f32")
+            IntegerType=SimpleNamespace(get_signless=lambda bits: bits), F32Type=SimpleNamespace(get=lambda: "f32"),
+            MemRefType=lambda type_: type_,
         ),
         arith=SimpleNamespace(
             addi=lambda a, b: a + b, muli=np.multiply, subi=np.subtract, shrui=np.right_shift, shli=np.left_shift,
-            andi=np.bitwise_and, remui=np.mod, extsi=lambda _, x: x, minui=np.minimum, maxnumf=np.fmax, mulf=np.multiply,
+            andi=np.bitwise_and, extsi=lambda _, x: x, minui=np.minimum, maxnumf=np.fmax, mulf=np.multiply,
             cmpi=lambda kind, a, b: np.less(a, b) if kind == "ult" else None, select=np.where,
+            divui=np.floor_divide, remui=np.mod,
             CmpIPredicate=SimpleNamespace(ult="ult"),
         ),
         llvm=SimpleNamespace(
-            ptrtoint=lambda _, name: Address(name, 0), extractelement=lambda register, e: register[:, int(e[0])],
+            ptrtoint=lambda _, name: Address(getattr(name, "name", name), 0), extractelement=lambda register, e: register[:, int(e[0])],
             bitcast=lambda kind, x: x.astype(np.uint32).view(np.float32) if kind == "f32" else bits(x),
         ),
         utils=SimpleNamespace(
@@ -109,7 +120,15 @@ def left(memories, part):
             registers(part[:, first : first + 64].T) for first in range(256 * half, 256 * half + 256, 64)
         ]
         line = mosaic_parts.line_of(slot, 4 * half, queries, 512)
-        mosaic_parts.leave(blocks, "part", line, "scales", mosaic_parts.first_scale(slot, half))
+        mosaic_parts.leave(
+            blocks,
+            "part",
+            line,
+            "scales",
+            mosaic_parts.first_scale(slot, half),
+            pitch=queries,
+            queries=queries,
+        )
     assert (memories["part"][: queries * 256] == POISON).all()
     assert (memories["scales"][:8] == POISON).all()
     return memories["part"][queries * 256 :].reshape(-1, 256), memories["scales"][8:].view(np.float32)
@@ -123,6 +142,20 @@ def test_parts_lie_as_the_merges_read_them(memories, queries):
     want, want_scales = in_lines(part)
     np.testing.assert_array_equal(scales, want_scales)
     np.testing.assert_array_equal(words, want)
+
+
+@pytest.mark.parametrize("queries, of", [(8, 8), (24, 21), (32, 32)])
+@pytest.mark.parametrize("v_width, block", [(256, 3), (512, 0), (512, 6)])
+def test_paired_rows_reach_their_columns(memories, queries, of, v_width, block):
+    """Of the row of a batch that has lines 3 to 3 + `of`."""
+    values = np.random.default_rng(queries).normal(size=(64, queries)).astype(np.float32)
+    memories["out"] = np.full((of + 7) * v_width // 2, POISON, np.uint32)
+    out = SimpleNamespace(name="out", type=SimpleNamespace(shape=(of + 7, v_width)))
+    mosaic_parts.store_pairs(out, registers(values), 3, of, block)
+    want = np.full((of + 7, v_width // 2), POISON, np.uint32).view(np.uint16)
+    columns = column_of(v_width, paired=True)[64 * block : 64 * block + 64]
+    want[3 : 3 + of, columns] = values[:, :of].T.astype(jnp.bfloat16).view(np.uint16)
+    np.testing.assert_array_equal(memories["out"].view(np.uint16).reshape(of + 7, v_width), want)
 
 
 @pytest.mark.parametrize("tiny", [0.0, 1e-38])

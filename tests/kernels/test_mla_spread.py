@@ -148,6 +148,25 @@ def in_lines(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scaled.transpose(3, 4, 0, 5, 7, 1, 6, 2).reshape(-1, 512).view(np.uint32), scales.reshape(-1)
 
 
+def column_of(v_width: int, paired: bool) -> np.ndarray:
+    """Column of V of each row of O^T, block after block."""
+    of_half = v_width // 128
+    half, b, w, h, g = np.unravel_index(np.arange(v_width), (2, of_half, 4, 2, 8))
+    if not paired:
+        return np.arange(v_width)
+    return half * (v_width // 2) + 16 * of_half * w + 2 * of_half * g + 2 * b + h
+
+
+PAIRED = [
+    # queries, v_width, groups, rows, group, count, query tiles
+    (16, 512, 132, 1, 0, 132, 1),
+    (3, 256, 132, 2, 66, 66, 1),
+    (31, 512, 66, 2, 1, 33, 1),
+    (64, 512, 66, 1, 0, 66, 2),
+    (70, 256, 44, 2, 20, 24, 3),
+]
+
+
 @pytest.mark.parametrize(
     "queries, v_width, groups, rows, group, count",
     [
@@ -164,35 +183,51 @@ def in_lines(part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     ],
 )
 def test_parts_become_their_row(queries, v_width, groups, rows, group, count):
+    check_merge(queries, v_width, groups, rows, group, count)
+
+
+@pytest.mark.parametrize("queries, v_width, groups, rows, group, count, q_tiles", PAIRED)
+def test_parts_with_paired_rows(queries, v_width, groups, rows, group, count, q_tiles):
+    check_merge(queries, v_width, groups, rows, group, count, q_tiles, paired=True)
+
+
+def check_merge(lines_of_row, v_width, groups, rows, group, count, q_tiles=1, paired=False) -> None:
     rng = np.random.default_rng(count)
+    columns = 32 if q_tiles > 1 else -(-lines_of_row // 8) * 8
+    queries = q_tiles * columns  # of a part
     slots = [groups + group, *range(group + 1, group + count)]
-    part = np.full((2 * groups, queries * v_width // 512, 256), POISON, np.float32).view(np.uint32)
-    scales = np.full((2 * groups, 8), POISON, np.float32)
-    values = rng.normal(size=(count, queries, v_width)).astype(np.float32)
+    part = np.full((2 * groups, v_width // 64, q_tiles, columns // 8, 256), POISON, np.float32).view(
+        np.uint32
+    )
+    scales = np.full((2 * groups, q_tiles, 8), POISON, np.float32)
+    values = rng.normal(size=(count, queries, v_width)).astype(np.float32)  # rows of O^T
     # Parts that outweigh each other by far or little, parts that see nothing, and queries of which all see nothing.
     logs = rng.normal(size=(count, queries)) * np.resize([1, 3000, 30], queries)
     logs[rng.random(logs.shape) < 0.3] = -np.inf
-    logs[:, 5] = -np.inf
+    logs[:, 2] = -np.inf
     values[np.isneginf(logs)] = 0
     part_lse = np.full((2 * groups, queries), POISON, np.float32)
     values *= np.exp2(rng.integers(-60, 60, (count, 1, 1)))
     part_lse[slots] = logs
     for slot, value in zip(slots, values, strict=True):
-        part[slot], scales[slot] = in_lines(value)
+        for tile in range(q_tiles):
+            lines, scales[slot, tile] = in_lines(value[columns * tile : columns * tile + columns])
+            part[slot, :, tile] = lines.reshape(v_width // 64, columns // 8, 256)
 
-    row = rows - 1
-    out = np.full((rows * queries, v_width // 2), POISON, np.float32)
-    lse = np.full((1, rows * queries), POISON, np.float32)
+    row, column = rows - 1, column_of(v_width, paired)
+    out = np.full((rows * lines_of_row, v_width // 2), POISON, np.float32)
+    poisoned = out.copy()
+    lse = np.full((1, rows * lines_of_row), POISON, np.float32)
     add = mosaic_spread._add_text(
-        slot_bytes=2 * queries * v_width, lse_bytes=4 * queries, tiles=queries // 8,
-        blocks_of_half=v_width // 32, groups=groups, together=mosaic_spread.parts_together(rows, groups),
+        columns=columns, q_tiles=q_tiles, v_width=v_width, blocks_of_half=v_width // 32, groups=groups,
+        together=mosaic_spread.parts_together(rows, groups),
     )  # fmt: skip
-    combine = mosaic_spread._combine_text(queries, v_width)
-    for block, tile in [(0, 0), (5, queries // 8 - 1), (v_width // 16 - 1, 0)]:
+    combine = mosaic_spread._combine_text(lines_of_row, v_width, paired)
+    for block, tile in [(0, 0), (5, -(-lines_of_row // 8) - 1), (v_width // 16 - 1, 0)]:
         sums = np.full(4 * mosaic_spread._SHARE, POISON, np.float32)
         memory = Memory(
             part=part.reshape(1, -1),
-            scales=scales,
+            scales=scales.reshape(1, -1),
             lse=part_lse,
             out=out.view(np.uint32),
             row_lse=lse,
@@ -212,17 +247,18 @@ def test_parts_become_their_row(queries, v_width, groups, rows, group, count):
         for warp in range(4):
             run_warp(combine, [at["sums"], at["out"], at["row_lse"], row, block, tile], warp, memory)
 
-        mine = slice(8 * tile, 8 * tile + 8)
+        mine = slice(8 * tile, min(8 * tile + 8, lines_of_row))
         peak = np.maximum(logs[:, mine].max(axis=0), -1e30)
         weights = np.exp2(logs[:, mine] - peak)
         total = weights.sum(axis=0)
         want = np.einsum("pq,pqc->qc", weights, values[:, mine, 16 * block : 16 * block + 16])
         want /= np.where(total > 0, total, 1)[:, None]
-        lines = slice(row * queries + 8 * tile, row * queries + 8 * tile + 8)
-        stored = out[lines, 8 * block : 8 * block + 8].copy().view(jnp.bfloat16).astype(np.float64)
+        lines = slice(row * lines_of_row + mine.start, row * lines_of_row + mine.stop)
+        at_columns = column[16 * block : 16 * block + 16]
+        stored = out.view(jnp.bfloat16)[lines, at_columns].astype(np.float64)
         size = np.maximum(np.linalg.norm(want, axis=1, keepdims=True) / 4, 1e-30)  # of a query's 16 elements
         np.testing.assert_allclose(stored / size, want / size, rtol=2**-8, atol=2**-10)
-        out[lines, 8 * block : 8 * block + 8] = POISON
+        out.view(np.uint16)[lines, at_columns] = poisoned.view(np.uint16)[lines, at_columns]
         if block == 0:
             with np.errstate(divide="ignore"):
                 natural = np.where(total > 0, (peak + np.log2(total)) * np.log(2), np.inf)
