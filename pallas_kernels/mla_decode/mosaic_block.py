@@ -19,7 +19,7 @@ from pallas_kernels.mla_decode.mosaic_columns import ACC
 from pallas_kernels.mla_decode.mosaic_fp8_registers import store_vector
 from pallas_kernels.mla_decode.mosaic_schedule import TILE
 
-LOAD = 0  # role of the warpgroup that loads; the one behind it keeps the records
+LOAD = 0  # role of the warpgroup that loads
 SLACK = 8.0  # P stays below 2**8
 MASKED = -1e30  # below every score, and finite: a difference of two of them is 0, not NaN
 

@@ -320,7 +320,7 @@ def _kernel(
                     return tuple(acc * down(decay, acc) for acc in accs)
 
                 accs = lax.cond(decays_smem[p_slot] > 0, rescale, lambda *accs: accs, *accs)
-                accs = add_values(accs, tile, p_smem.at[p_slot], side * half, min(_AT_ONCE, v_blocks), _BYTES)
+                accs = add_values(accs, tile, p_smem.at[p_slot], side * half, _AT_ONCE, _BYTES)
                 plgpu.barrier_arrive(block.kv_free.at[slot])
                 plgpu.barrier_arrive(p_free.at[p_slot])
                 return *accs, n + 1

@@ -1,5 +1,5 @@
-"""How the fp8 MLA decode kernels move e4m3 rows between shared memory and WGMMA operands: inline MLIR for Mosaic GPU. What is
-not about e4m3, as votes and sums of columns, serves `mosaic_few` too.
+"""How the fp8 MLA decode kernel moves e4m3 rows between shared memory and WGMMA operands: inline MLIR for Mosaic GPU. What is
+not about e4m3, as votes, sums and stores of columns, serves `mosaic_few`, `mosaic_block` and `mosaic_parts` too.
 
 A KV tile is 64 rows of e4m3 bytes in shared memory under the 128-byte swizzle. It is never written back as f16.
 
@@ -7,8 +7,8 @@ A KV tile is 64 rows of e4m3 bytes in shared memory under the 128-byte swizzle. 
 * O^T = V^T P^T: e4m3 operands would have to lie the other way round. Each thread reads the bytes of its own fragment,
   converts them to f16 (exactly) and multiplies from registers. A fragment wants pairs of neighbouring tokens, and 16-byte
   reads want neighbouring columns: two rows are read and their bytes paired. The order of O^T's rows is undone when it is
-  stored: row ``16 w + g + 8 h`` of block b holds column ``64 w + 8 g + 2 b + h`` of the half of V that a warpgroup owns, so
-  a thread reads and stores 8 neighbouring columns.
+  stored: of the half of V that a warpgroup owns, in n blocks, row ``16 w + g + 8 h`` of block b holds column
+  ``16 n w + 2 n g + 2 b + h``, so a thread reads and stores 2 n neighbouring columns.
 
 (h, q, g, w are those of PTX's fragment: w the warp, g = lane // 4, q = lane % 4, h the half of a fragment.)
 """
@@ -263,7 +263,7 @@ def token_scales(tile_ref, byte: int, transforms):
 def v_bytes(tile_ref, step: int, first_column, blocks: int, transforms):
     """What this thread needs of V's rows m = 16 * step to 16 * step + 15, for `v_fragments`: 2 * blocks words.
 
-    It covers ``64 * blocks`` columns from `first_column` on, a multiple of 128; `blocks` is 2, 4 or 8.
+    It covers ``64 * blocks`` columns from `first_column` on, a multiple of 128; `blocks` is 2 or 4.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms), _SCALAR), return_type=_words_type(2 * blocks))
@@ -290,9 +290,8 @@ def v_bytes(tile_ref, step: int, first_column, blocks: int, transforms):
     return read(tile_ref, jnp.int32(first_column))
 
 
-def v_fragments(words, blocks: int, first: int = 0, count: int | None = None):
+def v_fragments(words, blocks: int, first: int, count: int):
     """V^T for 16 summed rows, a list of f16 [64, 16], from `v_bytes`: `count` of the `blocks`, from `first` on."""
-    count = blocks if count is None else count
 
     @plgpu.inline_mgpu(
         arg_types=(_WGMMA,),
@@ -681,11 +680,7 @@ def _operand(ref: ir.Value) -> ir.Value:
     descriptor = encode_descriptor(
         ref, leading_byte_offset=0, stride_byte_offset=_boxes_of_row(ref) * _BOX, swizzle=_LINE
     )
-    return _uniform(descriptor)
-
-
-def _uniform(descriptor: ir.Value) -> ir.Value:
-    """See `mosaic_registers.uniform`."""
+    # See `mosaic_registers.uniform`.
     i64 = ir.IntegerType.get_signless(64)
     return utils.inline_ptx(
         "{ .reg .b32 low, high; mov.b64 {low, high}, $1; shfl.sync.idx.b32 low, low, 0, 31, -1;"

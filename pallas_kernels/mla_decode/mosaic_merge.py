@@ -13,6 +13,7 @@ from pallas_kernels.mla_decode import mosaic_signals
 
 _FEW_ROWS = 16  # of a batch whose rows may be cut into many parts each
 _LINES = 4
+_TOGETHER = 8  # parts that a warpgroup loads together where few rows are cut into many
 
 
 def merge(
@@ -24,7 +25,6 @@ def merge(
     *,
     queries: int,
     groups: int,
-    unroll: int = 8,
     counts: Int32[Array, " slots_tiles"] | None = None,
     tile: int = 1,
 ) -> tuple[Array, Array]:
@@ -32,8 +32,7 @@ def merge(
 
     A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
     slots first + 1 to last, `queries` lines each, in f32 or as two bf16 arrays to add. `part_lse` is in base 2, -inf for a
-    line that saw nothing. `unroll`: parts that a warpgroup loads together where few rows are cut into many parts.
-    `counts`: of `mosaic_signals`, three for each part of `tile` lines; None if the parts are there when the kernel has ended.
+    line that saw nothing. `counts`: of `mosaic_signals`, three for each part of `tile` lines; None if the parts are there when the kernel has ended.
     """
     v_width = part.shape[-1]
     if groups == 1:
@@ -50,7 +49,7 @@ def merge(
     # A batch of few rows can be cut into many parts a row: there the warpgroups of a block share a line, many parts in
     # flight each. In a larger batch most cut rows have two parts, and a warpgroup alone takes some lines at once.
     shared = out.shape[0] // queries <= _FEW_ROWS
-    threads, lines, unroll = (4, 1, unroll) if shared else (1, _LINES, 2)
+    threads, lines, unroll = (4, 1, _TOGETHER) if shared else (1, _LINES, 2)
     splat = lambda value: plgpu.layout_cast(jnp.full((width,), value, jnp.float32), layout)
 
     tiles = -(-queries * abreast // tile)

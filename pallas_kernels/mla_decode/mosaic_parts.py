@@ -63,8 +63,9 @@ def first_scale(part, half):
 def leave(blocks, ref, line, scales_ref, scale, pitch: int, queries: int) -> None:
     """Writes O^T, f32 arrays [64, n] in the WGMMA layout for a half of V, to ``ref[line:]``, its scales to ``scales_ref[scale:]``.
 
-    It writes the first `queries` of n, a multiple of 8; the part has `pitch` in all. Elements below 2^-28 of the largest that the warp has lose bits. With an infinity among them the scale is 1, and what is above
-    65504 becomes infinite too.
+    It writes the first `queries` of n, a multiple of 8; a slot has `pitch` in all, of one query tile or of several.
+    Elements below 2^-28 of the largest that the warp has lose bits. With an infinity among them the scale is 1, and what is
+    above 65504 becomes infinite too.
     """
 
     @plgpu.inline_mgpu(
@@ -215,14 +216,14 @@ def merge(
     part: Float16[Array, "lines 512"],
     part_lse: Float32[Array, " slots_queries"],
     leads: Int32[Array, "leads 3"],
-    counts: Int32[Array, " slots"],
-    scales: Float32[Array, " slots_8"],
+    counts: Int32[Array, " parts"],
+    scales: Float32[Array, " parts_8"],
     *,
     queries: int,
     groups: int,
     columns: int,
-    q_tiles: int = 1,
-    paired: bool = False,
+    q_tiles: int,
+    paired: bool,
 ) -> tuple[Array, Array]:
     """As `mosaic_merge.merge`, of parts of type `part_type` with scales of `scales_type`.
 
@@ -238,16 +239,16 @@ def merge(
             out, lse, part, part_lse, leads, scales,
             queries=queries, groups=groups, columns=columns, q_tiles=q_tiles, paired=paired,
         )  # fmt: skip
-    part_columns, part_queries = columns, columns * q_tiles
+    part_queries = columns * q_tiles
     # Few rows have many parts: little of each for a block, and many on their way together. Many rows have two parts each.
     few = rows <= groups // 4
-    columns, together = (_QUERIES, min(groups // rows, 16)) if few else (part_columns, 2)
+    tile_columns, together = (_QUERIES, min(groups // rows, 16)) if few else (columns, 2)
 
     def kernel(part_ref, part_lse_ref, lead_ref, counts_ref, scales_ref, out_ref, lse_ref, *out_smem_if_any):
         lead, block, tile = (lax.axis_index(name) for name in ("lead", "block", "tile"))
         row, group, last = mosaic_signals.read_lead(lead_ref, lead)
         count = last - group + 1
-        q_tile = lax.div(tile * columns, part_columns) if q_tiles > 1 else 0
+        q_tile = lax.div(tile * tile_columns, columns) if q_tiles > 1 else 0
 
         def add_parts(i, carry):
             peak, total, acc = carry
@@ -255,10 +256,10 @@ def merge(
             for a in [i * together + j for j in range(together)]:
                 safe = jnp.minimum(a, count - 1)
                 slot = jnp.where(safe == 0, groups + group, group + safe)
-                line = line_of(slot, block, part_queries, v_width) + tile * (columns // _QUERIES)
+                line = line_of(slot, block, part_queries, v_width) + tile * (tile_columns // _QUERIES)
                 scale = first_scale(slot * q_tiles + q_tile, lax.div(block, v_width // _BLOCK // _HALVES))
-                first = slot * part_queries + tile * columns
-                value, log = fetch(part_ref, scales_ref, part_lse_ref, line, scale, first, columns)
+                first = slot * part_queries + tile * tile_columns
+                value, log = fetch(part_ref, scales_ref, part_lse_ref, line, scale, first, tile_columns)
                 parts.append((value, log + jnp.where(a < count, jnp.float32(0), -jnp.inf)))
             new_peak = peak
             for _, log in parts:
@@ -276,15 +277,19 @@ def merge(
                 counts_ref, group, count, groups=groups, tellers=_HALVES, tile=q_tile, tiles=q_tiles
             )
             empty = (
-                full((columns,), -1e30, COLUMNS),
-                full((columns,), 0, COLUMNS),
-                full((_BLOCK, columns), 0, ACC),
+                full((tile_columns,), -1e30, COLUMNS),
+                full((tile_columns,), 0, COLUMNS),
+                full((_BLOCK, tile_columns), 0, ACC),
             )
             peak, total, acc = lax.fori_loop(0, lax.div(count + (together - 1), together), add_parts, empty)
             safe = jnp.where(total > 0, total, 1)
-            result, first = acc * down(1 / safe, acc), row * queries + tile * columns
+            result, first = acc * down(1 / safe, acc), row * queries + tile * tile_columns
             natural = jnp.where(total > 0, (peak + jnp.log2(safe)) * math.log(2), jnp.inf)
-            live = jnp.minimum(queries - tile * columns, columns) if queries % columns else columns
+            live = (
+                jnp.minimum(queries - tile * tile_columns, tile_columns)
+                if queries % tile_columns
+                else tile_columns
+            )
             store_lse = lambda: pl.when(block == 0)(lambda: store_vector(lse_ref, natural, first, live))
             if paired:
                 store_pairs(out_ref, result, first, live, block)
@@ -294,7 +299,7 @@ def merge(
             out_smem.transpose((1, 0))[...] = result.astype(jnp.bfloat16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                out_smem, out_ref.at[pl.ds(first, columns), pl.ds(block * _BLOCK, _BLOCK)]
+                out_smem, out_ref.at[pl.ds(first, tile_columns), pl.ds(block * _BLOCK, _BLOCK)]
             )
             store_lse()
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -306,11 +311,11 @@ def merge(
     plgpu.kernel(
         kernel,
         out_type=[],
-        grid=(leads.shape[0], v_width // _BLOCK, -(-queries // columns)),
+        grid=(leads.shape[0], v_width // _BLOCK, -(-queries // tile_columns)),
         grid_names=("lead", "block", "tile"),
         num_threads=1,
         thread_name="wg",
-        scratch_types=[] if paired else [plgpu.SMEM((columns, _BLOCK), jnp.bfloat16, transforms=_TILED)],
+        scratch_types=[] if paired else [plgpu.SMEM((tile_columns, _BLOCK), jnp.bfloat16, transforms=_TILED)],
         compiler_params=plgpu.CompilerParams(
             approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True
         ),

@@ -21,7 +21,7 @@ _SCALAR = plgpu.Layout.WG_SPLAT(())
 def used(rows: int) -> bool:
     """Whether the merge of a batch of so many rows is launched early and waits for parts, or waits for the kernel's end.
 
-    Above 32 query lines; `mosaic_parts.merged_early` says it of fewer.
+    In `mosaic_gpu`; `mosaic_parts.merged_early` says it of the kernels with transposed products.
     """
     return rows > _MERGED_AT_THE_END
 

@@ -109,6 +109,8 @@ def main() -> None:
         (dict(heads=9, page_size=64), 3, 4),
         (dict(heads=33, page_size=64), 3, 4),
         (dict(heads=35, page_size=64), 11, 12),
+        # So many blocks that the merge takes 8 queries at a time.
+        (dict(heads=35, page_size=64), 5, 40),
     ):
         case = make_case(
             (lengths * 3)[:rows],

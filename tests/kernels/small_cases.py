@@ -153,7 +153,7 @@ CASES: dict[str, tuple[Callable[..., None], tuple]] = {
     "mla-fp8-few": (mla, ("mosaic", "float8_e4m3fn", 16)),
     "mla-fp8-tiles": (mla, ("mosaic", "float8_e4m3fn", 35)),
     "mla-fp8-many": (mla, ("mosaic", "float8_e4m3fn", 128)),
-    "mla-fp8-late": (mla, ("mosaic", "float8_e4m3fn", 16, 64, 11)),
+    "mla-fp8-late": (mla, ("mosaic", "float8_e4m3fn", 35, 64, 11)),
     "mla-fp8-parts": (mla_parts, ("mosaic", "float8_e4m3fn", 35)),
     "mla-triton": (mla, ("triton", "bfloat16", 16)),
     "gqa": (gqa, ("mosaic",)),

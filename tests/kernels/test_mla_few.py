@@ -145,7 +145,8 @@ def test_asks_for_ids_and_lengths_before_barriers_are_made(heads, delivery, line
 def check(lengths, heads, delivery="table", steep=1, **options) -> None:
     """`steep`: factor of all logits."""
     v_width = options.setdefault("v_width", 512)
-    widths = {"qk_width": v_width + 64, "row_width": v_width + 64}
+    scaled = options.get("kv_dtype") == "float8_e4m3fn"
+    widths = {"qk_width": v_width + 64, "row_width": v_width + (128 if scaled else 64)}
     case = make_case(lengths, heads=heads, blocks_per_page=1, block_offset=0, **widths, **options)
     scale = case.options["sm_scale"] * steep
     case = dataclasses.replace(case, options={**case.options, "sm_scale": scale})
@@ -220,11 +221,21 @@ def test_single_tokens_in_many_parts(delivery):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("heads, s_q", [(3, 1), (32, 1), (8, 4)])
+@pytest.mark.parametrize(
+    "heads, s_q, kv_dtype",
+    [
+        (3, 1, "bfloat16"),
+        (32, 1, "bfloat16"),
+        (8, 4, "bfloat16"),
+        (3, 1, "float8_e4m3fn"),
+        (32, 1, "float8_e4m3fn"),
+        (35, 1, "float8_e4m3fn"),
+    ],
+)
 @pytest.mark.parametrize("rows", [3, 16, 17, 24, 33, 34])
-def test_each_form_of_the_merge(rows, heads, s_q):
+def test_each_form_of_the_merge(rows, heads, s_q, kv_dtype):
     """By the number of rows: of one length, which are cut evenly, and of several, one of them in most of the parts."""
-    check([1280] * rows, heads, s_q=s_q)
+    check([1280] * rows, heads, s_q=s_q, kv_dtype=kv_dtype)
     lengths = np.random.default_rng(rows).integers(0, 300, rows)
     lengths[rows // 2] = 20_000
-    check(lengths, heads, s_q=s_q)
+    check(lengths, heads, s_q=s_q, kv_dtype=kv_dtype)

@@ -144,6 +144,23 @@ def test_parts_lie_as_the_merges_read_them(memories, queries):
     np.testing.assert_array_equal(words, want)
 
 
+@pytest.mark.parametrize(
+    "columns, queries, pitch, tile", [(16, 8, 8, 0), (32, 24, 24, 0), (32, 32, 96, 1), (32, 32, 64, 0)]
+)
+def test_a_tile_of_a_part_takes_its_own_lines(memories, columns, queries, pitch, tile):
+    """The last of a block's columns may be none of the part's, and a slot may have lines of other tiles between its own."""
+    values = np.random.default_rng(columns).normal(size=(columns, 256)).astype(np.float32)
+    values[queries:] = 1e30
+    memories.update(part=np.full(pitch * 128, POISON, np.uint32), scales=np.full(4, POISON, np.uint32))
+    blocks = [registers(values[:, first : first + 64].T) for first in range(0, 256, 64)]
+    mosaic_parts.leave(blocks, "part", tile * columns // 8, "scales", 0, pitch=pitch, queries=queries)
+    lines = np.full((4, pitch // 8, 256), POISON, np.uint32)
+    want, scales = in_lines(np.hstack([values[:queries], values[:queries]]))
+    lines[:, tile * columns // 8 :][:, : queries // 8] = want.reshape(8, queries // 8, 256)[:4]
+    np.testing.assert_array_equal(memories["part"], lines.reshape(-1))
+    np.testing.assert_array_equal(memories["scales"].view(np.float32), scales[:4])
+
+
 @pytest.mark.parametrize("queries, of", [(8, 8), (24, 21), (32, 32)])
 @pytest.mark.parametrize("v_width, block", [(256, 3), (512, 0), (512, 6)])
 def test_paired_rows_reach_their_columns(memories, queries, of, v_width, block):

@@ -208,6 +208,7 @@ def check_merge(lines_of_row, v_width, groups, rows, group, count, q_tiles=1, pa
     values[np.isneginf(logs)] = 0
     part_lse = np.full((2 * groups, queries), POISON, np.float32)
     values *= np.exp2(rng.integers(-60, 60, (count, 1, 1)))
+    logs[:, lines_of_row:] = np.nan  # lines that nobody writes
     part_lse[slots] = logs
     for slot, value in zip(slots, values, strict=True):
         for tile in range(q_tiles):
