@@ -32,7 +32,8 @@ def merge(
 
     A lead is (row, first group, last group), or has row -1. The parts of the row are slot ``groups + first`` and then the
     slots first + 1 to last, `queries` lines each, in f32 or as two bf16 arrays to add. `part_lse` is in base 2, -inf for a
-    line that saw nothing. `counts`: of `mosaic_signals`, three for each part of `tile` lines; None if the parts are there when the kernel has ended.
+    line that saw nothing. `counts`: of `mosaic_signals`, three for each part of `tile` lines; None if the parts are there
+    when the kernel has ended.
     """
     v_width = part.shape[-1]
     if groups == 1:

@@ -70,7 +70,8 @@ def find_share(
 
     Run by one warpgroup of a kernel that waits for no other before (`kernel_start.insertion_point`); each of its warps does the
     same work. `row_range_refs` are the int32[batch] refs of kv_start, kv_end and, if given, q_start. `reach`: positions before
-    the end of a row's queries that some of them sees, None for all. `indptr_ref`, `capacity`: bounds of the rows in a token stream and its length; a row has no more positions than ids.
+    the end of a row's queries that some of them sees, None for all. `indptr_ref`, `capacity`: bounds of the rows in a token
+    stream and its length; a row has no more positions than ids.
     `overhead`: what a row costs a group beside its tiles, in tiles, where rows are of several lengths.
     `cut_evenly`: whether the same number of groups for each row of one length is worth 1/16 in balance where that cuts rows.
     This warpgroup may read them at once, another behind a barrier at which this one arrives, without `plgpu.commit_smem`: that is

@@ -85,10 +85,7 @@ def add_parts(
 
     The row's `count` parts are slot ``groups + group`` and the slots behind `group`.
     """
-    text = _add_text(
-        columns=columns, q_tiles=q_tiles, v_width=v_width, blocks_of_half=v_width // COLUMNS // 2, groups=groups,
-        together=together,
-    )  # fmt: skip
+    text = _add_text(columns=columns, q_tiles=q_tiles, v_width=v_width, groups=groups, together=together)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4 + (_SCALAR,) * 4, return_type=None)
     def add(_, part_ref, scales_ref, part_lse_ref, sums_smem, *scalars):
@@ -122,9 +119,7 @@ _QUERY = (0, 1)
 _VALUE = (0, 1, 2, 3)
 
 
-def _add_text(
-    *, columns: int, q_tiles: int, v_width: int, blocks_of_half: int, groups: int, together: int
-) -> str:
+def _add_text(*, columns: int, q_tiles: int, v_width: int, groups: int, together: int) -> str:
     """PTX of `add_parts`, for a thread."""
     part_queries = columns * q_tiles
     slot_bytes, lse_bytes, tiles = 2 * part_queries * v_width, 4 * part_queries, part_queries // QUERIES
@@ -148,7 +143,7 @@ def _add_text(
         # In slot 0: the quarter block % 4 of line (block / 4) * tiles + tile, its scale, and the lse of the lane's queries.
         f" shr.u32 x, {block}, 2; mad.lo.u32 x, x, {tiles}, {tile}; and.b32 slot, {block}, 3; mad.lo.u32 x, x, 4, slot;"
         f" mul.lo.u32 x, x, {_QUARTER}; mad.lo.u32 x, lane, 8, x; cvt.u64.u32 mine, x; add.u64 mine, mine, {parts};",
-        f" setp.ge.u32 is, {block}, {blocks_of_half}; @is add.u32 slot, slot, 4;{of_q_tile.format(tile=tile)}"
+        f" setp.ge.u32 is, {block}, {v_width // COLUMNS // 2}; @is add.u32 slot, slot, 4;{of_q_tile.format(tile=tile)}"
         " mul.wide.u32 my_scale, slot, 4;"
         f" add.u64 my_scale, my_scale, {scales};",
         f" and.b32 x, lane, 3; mad.lo.u32 x, {tile}, {QUERIES // 2}, x; mul.wide.u32 my_lse, x, 8;"

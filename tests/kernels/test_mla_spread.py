@@ -220,7 +220,7 @@ def check_merge(lines_of_row, v_width, groups, rows, group, count, q_tiles=1, pa
     poisoned = out.copy()
     lse = np.full((1, rows * lines_of_row), POISON, np.float32)
     add = mosaic_spread._add_text(
-        columns=columns, q_tiles=q_tiles, v_width=v_width, blocks_of_half=v_width // 32, groups=groups,
+        columns=columns, q_tiles=q_tiles, v_width=v_width, groups=groups,
         together=mosaic_spread.parts_together(rows, groups),
     )  # fmt: skip
     combine = mosaic_spread._combine_text(lines_of_row, v_width, paired)
